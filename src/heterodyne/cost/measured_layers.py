@@ -50,16 +50,12 @@ class MeasuredLayers:
         }
 
     @cached_property
-    def _first(self) -> Mapping[str, Block]:
-        return {block.kind: block for block in reversed(self.graph.blocks)}
-
-    @cached_property
     def _sizes(self) -> Mapping[str, int]:
         """The largest micro-batch that was measured, by kind of device."""
         return {
             kind: min(
                 max(sample.micro_batch_size for sample in self.profile.devices[device].blocks[block])
-                for block in self._first
+                for block in self.graph.kinds
             )
             for kind, device in self._measured.items()
         }
@@ -83,14 +79,14 @@ class MeasuredLayers:
     def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
         """None for a kind that was not measured, parts of a layer or of a sequence, and above the largest micro-batch that was measured."""
         own = widths.alone(micro_batch)
-        if own is None or device_kind not in self._measured or layer_kind not in self._first:
+        if own is None or device_kind not in self._measured or layer_kind not in self.graph.kinds:
             return None
         compute = self._compute[device_kind]  # says what was not measured
         if own > self._sizes[device_kind]:
             return None
         key = (device_kind, layer_kind, own)
         if key not in self._made:
-            self._made[key] = self._cost(compute, device_kind, self._first[layer_kind], own)
+            self._made[key] = self._cost(compute, device_kind, self.graph.kinds[layer_kind], own)
         return self._made[key].beside(widths.data)
 
     def _cost(self, compute: Compute, device_kind: str, block: Block, size: int) -> LayerCost:

@@ -135,9 +135,9 @@ class CostModel:
     def clip_s(self, device: str, stages: Sequence[Ops] | None = None, boxes: Boxes = _WHOLE) -> float:
         return self.recipe.clip_to_step * self.update_s(device, stages, boxes)
 
-    def fixed_s(self, device: str, stages: Sequence[Ops] | None = None) -> float:
+    def fixed_s(self, device: str) -> float:
         """Seconds of a step that do not depend on the share: clipping, the optimizer, the overhead."""
-        update = self.update_s(device, stages)
+        update = self.update_s(device)
         return update + self.recipe.clip_to_step * update + self.measured(device).step_overhead_s
 
     def memory_use(
@@ -242,12 +242,9 @@ class CostModel:
             return {"reduce_s": tuple(self.collectives.all_reduce(b.owners)(b.bytes) for b in buckets)}
         shares = state_shares(plan)
         half = [self._half_s(plan, bucket, [shares[owner] for owner in bucket.owners]) for bucket in buckets]
-        if plan.zero < 3:
-            return {"reduce_s": tuple(half), "gather_s": tuple(half)}
-        return {
-            "reduce_s": tuple(half),
-            "gather_s": tuple(seconds if b.blocks else 0.0 for b, seconds in zip(buckets, half, strict=True)),
-        }
+        read = [bool(bucket.blocks) or plan.zero < 3 for bucket in buckets]
+        gathers = (seconds if each else 0.0 for each, seconds in zip(read, half, strict=True))
+        return {"reduce_s": tuple(half), "gather_s": tuple(gathers)}
 
     def _half_s(self, plan: Plan, bucket: Bucket, shares: Sequence[int]) -> float:
         """Seconds of the reduce-scatter of a bucket, or of its all-gather.

@@ -118,7 +118,7 @@ class ShardedStageCost:
         return self._exchange_s(tuple(sent)).waited_s if sent else 0.0
 
     def alone_s(self, member: int, kind: Pass, samples: int, ops: Ops | None = None) -> float:
-        """Compute seconds of one member in a pass."""
+        """Compute seconds of one member in a pass. ``ops``: only of a part of the stage."""
         start, stop = ops or self.ops
         return sum(
             own[member]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from heterodyne.cluster.catalog import find
 from heterodyne.cluster.spec import Cluster, Device
@@ -22,6 +22,11 @@ from heterodyne.plan.precision import Precision, precision_of
 __all__ = ["StagePasses"]
 
 Ops = tuple[int, int]
+_COUNTED: Final = (
+    "forward_s", "backward_s", "input_s", "weight_s", "halved_forward_s", "recompute_s",
+    "kept_bytes", "recomputed_bytes", "redone_bytes", "weight_bytes", "gradient_bytes",
+)  # fmt: skip
+"""The fields of `StageCosts` that follow the micro-batch."""
 _FLOPS_PER_BYTE_OF_CPUS: Final = 8.0
 """A core with AVX2 or AVX-512 does 50 to 200 billion operations a second in single precision, and has 10 to 20 GB/s of memory."""
 
@@ -67,21 +72,8 @@ class StagePasses:
         # What crosses into the stage is there already, as what crosses; but of several micro-batches its gradients wait besides.
         since = ops[0] if sum(size > 0 for size in sizes) == 1 else 0
         made = {size: self._passes(device, ops, size, again, entering, leaving, since) for size in set(sizes)}
-        columns = list(zip(*(made[size] for size in sizes), strict=True)) or [()] * 11
-        forward, backward, inputs, weights, halved, redo, kept, recomputed, redone, left, gradients = columns
-        return StageCosts(
-            forward_s=forward,
-            backward_s=backward,
-            input_s=inputs,
-            weight_s=weights,
-            halved_forward_s=halved,
-            recompute_s=redo,
-            kept_bytes=kept,
-            recomputed_bytes=recomputed,
-            redone_bytes=redone,
-            weight_bytes=left,
-            gradient_bytes=gradients,
-        )
+        columns: dict[str, Any] = {name: tuple(made[size][name] for size in sizes) for name in _COUNTED}
+        return StageCosts(**columns)
 
     def _passes(
         self,
@@ -92,8 +84,8 @@ class StagePasses:
         entering: Size,
         leaving: Size,
         since: int,
-    ) -> tuple[float, float, float, float, float, float, int, int, int, int, int]:
-        """One value for each field of `StageCosts`. ``since``: the op from which on what is read again counts as kept for that."""
+    ) -> dict[str, Any]:
+        """A value for each of `_COUNTED`. ``since``: the op from which on what is read again counts as kept for that."""
         compute, memory = self.compute[device], self.memory[device]
 
         def seconds(kind: Pass, part: Ops) -> float:
@@ -103,26 +95,26 @@ class StagePasses:
             return round(tensors) + memory.lost(tensors)
 
         if size == 0:
-            return 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0, 0, 0
+            return dict.fromkeys(_COUNTED, 0)
         dropped = [memory.activations(size, part.ops) for part in again]
         inputs = sum(self._read_by(part.ops, since)(size) for part in again)
         inputs += sum(a.kept_bytes(self.graph, size, saved) for a, saved in zip(again, dropped, strict=True))
         made_again = [self.beside(part.ops, ops, size) for part in again]
         crossing = entering(size) + leaving(size)
         kept = max(0, memory.activations(size, ops) - sum(dropped)) + inputs + crossing
-        return (
-            seconds("F", ops),
-            seconds("B", ops),
-            seconds("I", ops),
-            seconds("W", ops),
-            seconds("H", ops),
-            sum(self.again_s(device, part, size) for part in again),
-            with_loss(kept),
-            with_loss(sum(dropped)),
-            with_loss(max((a + b for a, b in zip(dropped, made_again, strict=True)), default=0)),
-            with_loss(self.halves.weight_bytes(*ops)(size)),
-            with_loss(crossing),
-        )
+        return {
+            "forward_s": seconds("F", ops),
+            "backward_s": seconds("B", ops),
+            "input_s": seconds("I", ops),
+            "weight_s": seconds("W", ops),
+            "halved_forward_s": seconds("H", ops),
+            "recompute_s": sum(self.again_s(device, part, size) for part in again),
+            "kept_bytes": with_loss(kept),
+            "recomputed_bytes": with_loss(sum(dropped)),
+            "redone_bytes": with_loss(max((a + b for a, b in zip(dropped, made_again, strict=True)), default=0)),
+            "weight_bytes": with_loss(self.halves.weight_bytes(*ops)(size)),
+            "gradient_bytes": with_loss(crossing),
+        }
 
     def again_s(self, device: str, part: RecomputedPart, size: int) -> float:
         """Seconds of recomputing a part, per micro-batch."""

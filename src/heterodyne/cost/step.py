@@ -7,13 +7,9 @@ from dataclasses import dataclass, field
 
 from heterodyne.cost.routes import Route
 from heterodyne.cost.stage import StageCosts
-from heterodyne.plan.program import COLLECTIVES, Action
+from heterodyne.plan.program import Action
 
 __all__ = ["RankCosts", "Reduction", "StepCosts"]
-
-_PASSES = {
-    "F": "forward_s", "B": "backward_s", "I": "input_s", "W": "weight_s", "R": "recompute_s", "RELOAD": "reload_s"
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,37 +117,9 @@ class StepCosts:
             ]
         )
 
-    def seconds(self, rank: int, action: Action) -> float:
-        """Seconds of an action, undisturbed and without waiting; of a SEND that of its longest message, latency included.
-
-        B and I count without what they may have to recompute. Raises KeyError for an action that the rank has no cost of.
-        """
-        costs = self.ranks[rank]
-        if costs is None:
-            raise KeyError(f"rank {rank} is idle and has no cost of {action}")
-        if action.index is None:
-            return costs.clip_s if action.kind == "CLIP" else costs.step_s
-        if action.kind.startswith("RECV"):
-            return 0.0
-        if action.kind.startswith("SEND"):
-            return self._send_s(rank, action, action.index)
-        if action.kind in ("RESHARD", "OFFLOAD"):
-            return 0.0
-        if action.kind in COLLECTIVES:
-            return self.collective_s(action)
-        stage = costs.stages.get(action.stage)
-        values: tuple[float, ...] = () if stage is None else getattr(stage, _PASSES[action.kind])
-        if action.index >= len(values):
-            raise KeyError(f"rank {rank} has no cost of {action}")
-        return values[action.index]
-
     def collective_s(self, action: Action) -> float:
         """Seconds of a collective. Raises KeyError for one that has no cost."""
         values, place = self.gather_s if action.kind in ("GATHER", "UNSHARD") else self.reduce_s, action.index
         if place is None or place >= len(values):
             raise KeyError(f"there is no cost of {action}")
         return values[place]
-
-    def _send_s(self, rank: int, action: Action, index: int) -> float:
-        sent = [r for r in self.routes if r.source == (rank, action.stage) and action.kind.endswith(r.kind)]
-        return max((r.latency_s + r.seconds[index] for r in sent if r.bytes[index]), default=0.0)

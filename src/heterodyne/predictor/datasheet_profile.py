@@ -65,8 +65,7 @@ def _of_kind(layers: GraphLayers, kind: str, sizes: Sequence[int], backend: str)
     copy_s = 1 / (stated.pcie_gb_per_s * 1e9)
     passes = layers.recipe.update_passes
     graph = layers.graph
-    first = {block.kind: block for block in reversed(graph.blocks)}
-    blocks = {name: tuple(_sample(layers, kind, block, size) for size in sizes) for name, block in first.items()}
+    blocks = {name: tuple(_sample(layers, kind, block, size) for size in sizes) for name, block in graph.kinds.items()}
     return DeviceProfile(
         blocks=blocks,
         optimizer_s_per_byte=passes / memory,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from heterodyne.cluster.spec import Cluster
-from heterodyne.plan.plan import Plan, Prediction
 from heterodyne.search.explain import paragraph, ratio_in_words
-from heterodyne.search.planned import Candidate, Planned
+from heterodyne.search.planned import Planned
 from heterodyne.search.result import AlternativeRow, PlanningResult
 from heterodyne.units import format_seconds
 
@@ -34,18 +32,6 @@ def alternatives(planned: Planned) -> tuple[AlternativeRow, ...]:
             note += f"; {format_seconds(candidate.rehearsed_s)} in rehearsal"
         elif ratio is not None and ratio < 1 and candidate.weighed_s > planned.chosen.weighed_s:
             note += ", too little to cut the model for"
-        plan = planned.plan if chosen else _predicted(candidate, planned.cluster)
+        plan = planned.plan if chosen else candidate.plan
         rows.append(AlternativeRow(name=candidate.name, chosen=chosen, plan=plan, note=note))
     return tuple(sorted(rows, key=lambda row: (row.step_s is None, row.step_s or 0.0, not row.chosen)))
-
-
-def _predicted(candidate: Candidate, cluster: Cluster) -> Plan | None:
-    """The plan of a candidate with what its simulation says; None for a way that is not possible."""
-    plan, simulation = candidate.plan, candidate.simulation
-    if plan is None or simulation is None:
-        return None
-    used = set(plan.devices)
-    memory = {d.id: simulation.peak_bytes[rank] for rank, d in enumerate(cluster.devices) if d.id in used}
-    samples_per_s = plan.global_batch_size / simulation.step_s if simulation.step_s > 0 else 0.0
-    prediction = Prediction(step_s=simulation.step_s, samples_per_s=samples_per_s, memory_bytes=memory)
-    return plan.model_copy(update={"predicted": prediction})

@@ -84,18 +84,13 @@ class Builder:
         folded = len(draft.place_of) > len(draft.line)
         in_flight = [min(count, len(draft.line) - (0 if folded else place)) for place in draft.place_of]
         costs = self._costs(pipeline)
-        short = shortfalls(pipeline, costs, self.model.cluster, in_flight)
-        made = [(pipeline, costs, not short)]
-        if short:
-            again = recomputed(self.model, pipeline, short, in_flight, self._alive)
-            its = self._costs(again)
-            if again != pipeline:
-                made.append((again, its, not shortfalls(again, its, self.model.cluster, in_flight)))
-            away = hosted(self.model, pipeline, short, in_flight)
-            if away != pipeline:
-                its = self._costs(away)
-                made.append((away, its, not shortfalls(away, its, self.model.cluster, in_flight)))
-        for variant, its, fits in made:
+        variants = [pipeline]
+        if short := shortfalls(pipeline, costs, self.model.cluster, in_flight):
+            variants.append(recomputed(self.model, pipeline, short, in_flight, self._alive))
+            variants.append(hosted(self.model, pipeline, short, in_flight))
+        for variant in dict.fromkeys(variants):
+            its = costs if variant is pipeline else self._costs(variant)
+            fits = not shortfalls(variant, its, self.model.cluster, in_flight)
             crossing = self.model.crossings([stage.ops[0] for stage in variant.stages])
             demands = demands_of(variant, its, self.model.cluster, crossing)
             if fits and not folded:

@@ -198,7 +198,7 @@ class Families:
         features: dict[str, Feature] = {"split": "tensor_parallel", "context": "context_parallel"}
         asked = tuple(features) if self.strategy == "auto" else (self.strategy,)
         kinds = [kind for kind in asked if kind in features and self.able.allow(features[kind])]
-        return split.candidates(kinds, below_s=below_s)
+        return split.candidates(kinds, below_s)
 
     def _counts(self, found: Sequence[Candidate]) -> _Counts:
         """Where ops mix the samples of a micro-batch, the number of micro-batches is part of the mathematics: that of data parallelism

@@ -5,14 +5,14 @@ The first blocks of a stage go first: what is behind them hides that they leave,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from heterodyne.cost.model import CostModel
 from heterodyne.graph.ir import Block
-from heterodyne.plan.plan import Pipeline
+from heterodyne.plan.plan import Pipeline, Stage
 from heterodyne.search.predict import with_stages
 
-__all__ = ["can_be_hosted", "hosted"]
+__all__ = ["can_be_hosted", "hosted", "reloading"]
 
 
 def can_be_hosted(model: CostModel, device: str) -> bool:
@@ -41,6 +41,18 @@ def hosted(model: CostModel, pipeline: Pipeline, short: Mapping[str, int], in_fl
     return with_stages(
         pipeline, lambda n, stage: stage.model_copy(update={"offload_activations": tuple(sorted(chosen.get(n, ())))})
     )
+
+
+def reloading(pipeline: Pipeline) -> Iterator[Pipeline]:
+    """The same with activations that begin to come back before their backwards, where places wait for each other anyway."""
+    if len(pipeline.places) < 2 or not any(stage.offload_activations for stage in pipeline.stages):
+        return
+    for ahead in (0, 1):
+
+        def changed(_: int, stage: Stage, ahead: int = ahead) -> Stage:
+            return stage.model_copy(update={"reload_ahead": ahead}) if stage.offload_activations else stage
+
+        yield with_stages(pipeline, changed)
 
 
 def _in_order(model: CostModel, pipeline: Pipeline, device: str) -> list[tuple[int, Block]]:

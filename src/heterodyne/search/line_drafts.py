@@ -1,4 +1,4 @@
-"""Drafts of pipelines: for some devices the best order of pipeline ranks and the best cut, for each number of micro-batches.
+"""Drafts of pipelines: for some devices the best order of pipeline ranks, the best cut and the best number of micro-batches.
 
 Drafts cost table look-ups. All orders of up to five devices are drawn; beyond that five seeds and one round of swaps. Devices of one
 class in one node are interchangeable (``kinds``: for each device a number, the same for those), so lines that differ only by which of
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, permutations
+from itertools import combinations, permutations, product
 from math import inf
 
 from heterodyne.cost.model import CostModel
@@ -77,26 +77,23 @@ class LineDrafts:
         """Samples/s of the whole model on each device, at the best of the sizes."""
         return {d.id: self.model.compute[d.id].rate(self.sizes) for d in self.model.cluster.devices}
 
-    def drafts(self, devices: Sequence[str], samples: int | None = None) -> list[Draft]:
-        """The best draft for each size of micro-batch, best first. Raises InfeasibleError if none fits."""
+    def best(self, devices: Sequence[str], samples: int | None = None) -> Draft:
+        """The best draft of any line and size of micro-batch. Raises InfeasibleError if none fits."""
         samples = self.samples if samples is None else samples
         lines = self._lines(devices)
         failure: InfeasibleError | None = None
         for drafting in (self.drafting, self._finer):  # where memory is short, cuts inside blocks may be what helps
-            best: dict[MicroBatches, Draft] = {}
-            for micro_batches in self._micro_batches(samples):
-                for line in lines:
-                    try:
-                        draft = drafting.draft(line, micro_batches)
-                    except InfeasibleError as error:
-                        failure = error
-                        continue
-                    before = best.get(micro_batches)
-                    if before is None or draft.estimate_s < before.estimate_s * (1 - _CLOSE):
-                        best[micro_batches] = draft
-            if best:
-                ranked = sorted(best.values(), key=lambda draft: draft.estimate_s)
-                return [self._swapped(drafting, ranked[0]), *ranked[1:]]
+            best: Draft | None = None
+            for micro_batches, line in product(self._micro_batches(samples), lines):
+                try:
+                    draft = drafting.draft(line, micro_batches)
+                except InfeasibleError as error:
+                    failure = error
+                    continue
+                if best is None or draft.estimate_s < best.estimate_s * (1 - _CLOSE):
+                    best = draft
+            if best is not None:
+                return self._swapped(drafting, best)
         raise failure or InfeasibleError(
             f"{samples} samples cannot be cut into {self.count} micro-batches of at most {max(self.sizes)}"
         )

@@ -21,7 +21,7 @@ from heterodyne.search.balance import balance
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import Candidate
 from heterodyne.search.points import points_of
-from heterodyne.search.predict import overflow, plan_of, predict, stage_of, with_stages
+from heterodyne.search.predict import plan_of, predict, stage_of, weighed, with_stages
 from heterodyne.search.state_shares import as_shares, least_time_shards, link_bytes_per_s
 
 __all__ = ["ParameterSharding"]
@@ -54,12 +54,7 @@ class ParameterSharding:
                 return Candidate(name=_NAME, kind="balanced", why_not=str(error))
             if found is None:
                 continue
-            if (
-                best is not None
-                and best.step_s is not None
-                and found.step_s is not None
-                and found.step_s >= best.step_s
-            ):
+            if best is not None and found.weighed_s >= best.weighed_s:
                 break  # more micro-batches only take longer
             best = found
         why = "its devices have no room even for a shard of the model beside the two largest of its blocks"
@@ -70,10 +65,8 @@ class ParameterSharding:
         found = self._with_shards(plan)
         if found is None:
             return None
-        made, simulation = predict(self.model, found, self.runs)
-        if overflow(self.model, made, simulation):
-            return None
-        return Candidate(name=_NAME, kind="balanced", plan=made, simulation=simulation)
+        played = weighed(self.model, _NAME, "balanced", *predict(self.model, found, self.runs))
+        return None if played.plan is None else played
 
     def _keeping(self, found: Candidate) -> Candidate:
         """With as many stages as fit that keep their parameters from forward to backward, if that is faster. The last ones do so first:
@@ -87,8 +80,7 @@ class ParameterSharding:
                 many = count - 1
                 continue
             few = count
-            if kept.step_s is not None and found.step_s is not None and kept.step_s < found.step_s:
-                found = kept
+            found = min(found, kept, key=lambda c: c.weighed_s)
         return found
 
     def _plans(self, devices: tuple[str, ...]) -> Iterator[Plan]:

@@ -7,7 +7,7 @@ are done sooner than the best is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -16,6 +16,7 @@ from heterodyne.errors import InfeasibleError
 from heterodyne.plan.plan import Pipeline
 from heterodyne.search.building import Builder, Built, explicit, named
 from heterodyne.search.drafts import Draft, Drafting
+from heterodyne.search.hosted import reloading
 from heterodyne.search.line_drafts import LineDrafts
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import CUTTING_PAYS, FOLDING_PAYS, Candidate, Kind
@@ -25,7 +26,6 @@ from heterodyne.units import format_seconds
 __all__ = ["Pipelines"]
 
 _SMALL = 8 * 16  # places times micro-batches up to which the search for orders is generous
-_MOST_SIZES = 2
 _MOST_PLAYED = 4  # orders of one draft that are simulated
 _MOST_ROOMY = 16  # lines that are tried where memory is all that matters
 
@@ -37,14 +37,12 @@ class Pipelines:
     model: CostModel
     runs: Mapping[str, MicroBatchChoice]
     lines: LineDrafts
-    _built: dict[tuple[object, ...], list[Built]] = field(default_factory=dict, repr=False)
     _beside: dict[tuple[tuple[int, ...], int], tuple[tuple[str, ...], Pipeline]] = field(
         default_factory=dict, repr=False
     )
 
     def candidates(self, below_s: float) -> tuple[Candidate, ...]:
-        """A pipeline over all devices, or where these do not fit over all but one, and the even cut. Others leave out devices where that is
-        faster (`search.by_class`).
+        """A pipeline over all devices, and the even cut. Others leave out devices where that is faster (`search.by_class`).
 
         ``below_s``: what a plan has to be weighed below.
         """
@@ -53,26 +51,16 @@ class Pipelines:
             why = "fewer than two devices can hold any part of the model"
             return (Candidate(name="a pipeline", kind="pipeline", why_not=why),)
         try:
-            drafts = self.lines.drafts(usable)
+            draft = self.lines.best(usable)
         except InfeasibleError as error:
-            drafts = next(filter(None, map(self._drafts_or_none, self._all_but_one(usable))), [])
-            if not drafts and below_s == inf and (roomiest := self._roomiest(usable)):
+            if below_s == inf and (roomiest := self._roomiest(usable)):
                 return (roomiest,)
-            if not drafts:
-                name = f"a pipeline over {self._who(usable)}"
-                return (Candidate(name=name, kind="pipeline", why_not=str(error)),)
-        tried = drafts[: _MOST_SIZES if self._small(drafts[0]) else 1]
-        best = self._best(tried, below_s)
+            name = f"a pipeline over {self._who(usable)}"
+            return (Candidate(name=name, kind="pipeline", why_not=str(error)),)
+        best = self._best(draft, below_s)
         if best.plan is None and below_s == inf:
             best = self._roomiest(usable) or best
-        return (best, self._even(drafts[0]))
-
-    def built(self, draft: Draft) -> list[Built]:
-        """Pipelines of a draft, with finer cuts where they pay, and with two stages a place."""
-        key = (draft.line, draft.micro_batches, draft.points)
-        if key not in self._built:
-            self._built[key] = list(self._build(draft))
-        return self._built[key]
+        return (best, self._even(draft))
 
     def beside(self, part: tuple[str, ...], samples: int) -> Pipeline:
         """A pipeline over some devices that stands beside others: the one whose passes are done first. Raises InfeasibleError.
@@ -81,7 +69,7 @@ class Pipelines:
         """
         key = (tuple(self.lines.kinds[device] for device in part), samples)
         if key not in self._beside:
-            options = self.built(self.lines.drafts(part, samples)[0])
+            options = list(self._built(self.lines.best(part, samples)))
             if not options:
                 raise InfeasibleError(f"no order of the stages of {' + '.join(part)} fits")
             found = explicit(min(options, key=lambda built: built.makespan_s))
@@ -97,23 +85,22 @@ class Pipelines:
         made = plan_of(self.model, self.lines.samples, pipelines, schedule)
         return weighed(self.model, name, kind, *predict(self.model, made, self.runs))
 
-    def _best(self, drafts: Sequence[Draft], below_s: float) -> Candidate:
-        """The fastest of what is built from some drafts, or what that of the first one takes at least."""
+    def _best(self, draft: Draft, below_s: float) -> Candidate:
+        """The fastest of what is built from a draft, or what that takes at least."""
+        fine, drafting = self.lines.fine(draft)
+        if fine.longest_s / CUTTING_PAYS >= below_s:
+            name = f"a pipeline of {len(fine.line)} stages over {self._who(fine.line)}, {fine.micro_batches}"
+            why = f"takes at least {format_seconds(fine.longest_s)} a step"
+            return Candidate(name=name, kind="pipeline", why_not=why)
         options: list[Candidate] = []
-        for draft in drafts:
-            fine, drafting = self.lines.fine(draft)
-            if fine.longest_s / CUTTING_PAYS >= below_s:
-                name = f"a pipeline of {len(fine.line)} stages over {self._who(fine.line)}, {fine.micro_batches}"
-                why = f"takes at least {format_seconds(fine.longest_s)} a step"
-                options.append(Candidate(name=name, kind="pipeline", why_not=why))
+        for built in sorted(self._built(draft), key=self._doubted_s)[:_MOST_PLAYED]:
+            if self._doubted_s(built) >= min((c.weighed_s for c in options), default=inf):
                 break
-            for built in sorted(self.built(draft), key=self._doubted_s)[:_MOST_PLAYED]:
-                if self._doubted_s(built) >= min((c.weighed_s for c in options), default=inf):
-                    break
-                options.append(self._played(built))
-            if not options:  # no order fits: what 1F1B lacks is what can be said
-                options.append(self._played(self._builder(drafting, fine).plain(fine)))
-        return min(options, key=lambda c: c.weighed_s)
+            options.append(self._played(built))
+        if not options:  # no order fits: what 1F1B lacks is what can be said
+            return self._played(self._builder(drafting, fine).plain(fine))
+        best = min(options, key=lambda c: c.weighed_s)
+        return min((best, *self._reloaded(best)), key=lambda c: c.weighed_s)
 
     def _roomiest(self, usable: Sequence[str]) -> Candidate | None:
         """Where the fastest cuts fit in no order: of those that leave most memory the fastest that fits; None: there is none.
@@ -127,6 +114,12 @@ class Pipelines:
             played += map(self._played, (*built[:_MOST_PLAYED], builder.leanest(draft)))
         return min((c for c in played if c.plan is not None), key=lambda c: c.weighed_s, default=None)
 
+    def _reloaded(self, best: Candidate) -> Iterator[Candidate]:
+        """The same with activations that come back from hosts ahead of their backwards; they need room as long, so not all fit."""
+        if best.plan is not None:
+            for pipeline in reloading(best.plan.pipelines[0]):
+                yield self.weighed(best.name, best.kind, (pipeline,), best.plan.schedule)
+
     def _played(self, built: Built) -> Candidate:
         return self.weighed(self._name(built), "pipeline", (built.pipeline,), built.schedule or "1F1B")
 
@@ -136,7 +129,8 @@ class Pipelines:
         folded = len(built.draft.place_of) > len(built.draft.line)
         return built.makespan_s / (CUTTING_PAYS * (FOLDING_PAYS if folded else 1))
 
-    def _build(self, draft: Draft) -> Iterator[Built]:
+    def _built(self, draft: Draft) -> Iterator[Built]:
+        """Pipelines of a draft, with finer cuts where they pay, and with two stages a place."""
         fine, drafting = self.lines.fine(draft)
         builder = self._builder(drafting, fine)
         plain = list(builder.best(fine))
@@ -158,18 +152,6 @@ class Pipelines:
 
     def _small(self, draft: Draft) -> bool:
         return len(draft.line) * len(draft.micro_batches) <= _SMALL
-
-    def _all_but_one(self, devices: Sequence[str]) -> Iterable[tuple[str, ...]]:
-        """The devices without one of each kind, if that leaves two."""
-        kinds = self.lines.kinds
-        without = {kinds[left]: tuple(d for d in devices if d != left) for left in devices} if len(devices) > 2 else {}
-        return without.values()
-
-    def _drafts_or_none(self, devices: Sequence[str]) -> list[Draft]:
-        try:
-            return self.lines.drafts(devices)
-        except InfeasibleError:
-            return []
 
     def _even(self, draft: Draft) -> Candidate:
         """As many blocks for each device, in the order of the cluster, with 1F1B: what is done where nothing is known."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
 from typing import Final, Literal, TypeAlias
 
 from heterodyne.cost.model import CostModel
@@ -22,7 +21,6 @@ from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Exchange, Layout, Pipeline, Region, Stage
 from heterodyne.plan.virtual_devices import virtual_devices
 from heterodyne.search.by_speed import causal_shares, lighter_pipelines, shares_by
-from heterodyne.search.exchange_price import exchange_price
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import CUTTING_PAYS, IN_TURNS_PAYS, Candidate, Kind
 from heterodyne.search.predict import overflow, plan_of, predict, weighed, with_stages
@@ -34,6 +32,7 @@ __all__ = ["Split"]
 _Way: TypeAlias = Literal["split", "context"]
 _KINDS: Final[tuple[_Way, ...]] = ("split", "context")
 _MOST_SHIFTS: Final = 4
+_MOST_BYTES: Final = 2e9  # that a plan may say of a latency
 _NAMES: Final = {"split": "weights split", "context": "sequences split"}
 
 
@@ -78,17 +77,9 @@ class Split:
             found.append(self.weighed(name, "marked", tuple(pipelines)))
         return (*found, *self.overlapped(_fastest(found))) if found else ()
 
-    def candidates(
-        self,
-        kinds: Sequence[str] = ("split", "context"),
-        *,
-        below_s: float = inf,
-    ) -> tuple[Candidate, ...]:
+    def candidates(self, kinds: Sequence[str], below_s: float) -> tuple[Candidate, ...]:
         """Splits of the whole model (``split``: of its weights, ``context``: of its sequences), over all devices and over fewer, alone
-        and beside copies of each other; of each the best size of micro-batches.
-
-        Args:
-            below_s: what the best other plan takes.
+        and beside copies of each other; of each the best size of micro-batches. ``below_s``: what the best other plan takes.
         """
         found: list[Candidate] = []
         for kind in _KINDS:
@@ -259,8 +250,20 @@ class Split:
         return self.runs[device].rate if device in self.runs else self.model.compute[device].rate()
 
     def exchange(self, devices: Sequence[str]) -> Exchange:
-        """What sending is worth beside computing, by the slowest link between any two of them."""
-        return exchange_price(self.model, devices, sum(map(self._speed, devices)))
+        """The price of sending beside computing, by the slowest link between any two of the devices: it decides how tensors lie."""
+        if len(devices) < 2:
+            return Exchange()
+        graph, collectives = self.model.graph, self.model.collectives
+        met = collectives.exchange(devices)
+        links = [collectives.send(a, b) for a in devices for b in devices if a != b] if met is None else [met]
+        s_per_byte = max(link.s_per_byte for link in links)
+        if s_per_byte <= 0:
+            return Exchange(latency_bytes=0, flops_per_byte=1)
+        flops_per_s = (graph.flops_forward()(1) + graph.flops_backward()(1)) * sum(map(self._speed, devices))
+        return Exchange(
+            latency_bytes=_rounded(min(_MOST_BYTES, max(link.latency_s for link in links) / s_per_byte)),
+            flops_per_byte=max(1, _rounded(flops_per_s * s_per_byte)),
+        )
 
     @cached_property
     def _bound(self) -> SplitBound:
@@ -279,3 +282,11 @@ def _fastest(candidates: Sequence[Candidate]) -> Candidate:
 def _counts(devices: int) -> list[int]:
     """Of how many devices: of all, without the slowest, of half of them and of two. Each takes a while to work out."""
     return sorted({devices, devices - 1, devices // 2, 2} - {0, 1}, reverse=True)
+
+
+def _rounded(value: float) -> int:
+    """Two digits: what is measured is not known better, and a plan should read the same after every measurement."""
+    if value < 10:
+        return round(value)
+    digits = len(str(int(value))) - 2
+    return int(round(value / 10**digits) * 10**digits)

@@ -27,19 +27,21 @@ PLAN = valid_plan(MODEL, MACHINES, [MicroBatches((1, 4)), MicroBatches(), None],
 
 def test_each_action_has_the_seconds_of_its_device_and_size() -> None:
     costs = COSTS.of(PLAN)
-    assert costs.seconds(0, Action(0, "F", 0)) == pytest.approx(0.1)
-    assert costs.seconds(0, Action(0, "B", 1)) == pytest.approx(0.8)
-    assert costs.seconds(0, Action(0, "STEP")) == pytest.approx(0.2)
-    assert costs.seconds(0, Action(0, "CLIP")) == pytest.approx(0.2 * 3 / 7)
+    first = costs.ranks[0]
+    assert first is not None
+    assert first.stages[0].forward_s[0] == pytest.approx(0.1)
+    assert first.stages[0].backward_s[1] == pytest.approx(0.8)
+    assert first.step_s == pytest.approx(0.2)
+    assert first.clip_s == pytest.approx(0.2 * 3 / 7)
     # two of the three processors that were measured: as many bytes in shared memory, two thirds of the waiting
-    assert costs.seconds(0, Action(0, "REDUCE_GRAD", 0)) == pytest.approx(2 / 3 * 1e-3 + 768e-6, rel=1e-6)
+    assert costs.collective_s(Action(0, "REDUCE_GRAD", 0)) == pytest.approx(2 / 3 * 1e-3 + 768e-6, rel=1e-6)
 
 
 def test_what_a_rank_does_not_do_has_no_cost() -> None:
     costs = COSTS.of(PLAN)
-    for rank, action in ((2, Action(0, "STEP")), (1, Action(0, "F", 0)), (0, Action(0, "REDUCE_GRAD", 99))):
-        with pytest.raises(KeyError, match="no cost of"):
-            costs.seconds(rank, action)
+    assert costs.ranks[2] is None
+    with pytest.raises(KeyError, match="no cost of"):
+        costs.collective_s(Action(0, "REDUCE_GRAD", 99))
 
 
 def test_a_rank_without_a_share_is_ready_at_once_and_updates_all_the_same() -> None:
@@ -91,6 +93,7 @@ def test_sharded_state_carries_new_weights_and_travels_as_messages_between_machi
     whole = valid_plan(MODEL, machines, [MicroBatches((1, 4)), MicroBatches((1,))], bucket_bytes=600)
     first, second = (costs.of(whole.model_copy(update={"zero": zero})) for zero in (1, 2))
     for each in (first, second):
-        assert each.seconds(0, Action(0, "STEP")) == pytest.approx(0.2 * (1 / 2 + 2 / 7 * 3 / 2), rel=0.1)
+        assert each.ranks[0] is not None
+        assert each.ranks[0].step_s == pytest.approx(0.2 * (1 / 2 + 2 / 7 * 3 / 2), rel=0.1)
     assert min(first.reduce_s) > 2e-4
     assert (max(second.reduce_s) < 1e-9) == (nodes > 1)

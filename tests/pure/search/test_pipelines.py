@@ -166,7 +166,7 @@ def test_memory_that_one_plan_asks_for_to_the_byte_is_enough() -> None:
     short = replace(costs, cluster=tight)
     lines = LineDrafts(model=short, samples=4, sizes=(2,))
     with pytest.raises(InfeasibleError):
-        lines.drafts(lines.usable)  # which lean upwards
+        lines.best(lines.usable)  # which lean upwards
     found, *_ = Pipelines(model=short, runs={}, lines=lines).candidates(inf)
     assert found.simulation is not None
     assert all(

@@ -84,3 +84,9 @@ def test_halves_in_turns_have_to_be_clearly_faster() -> None:
     turns = replace(waiting, plan=waiting.plan.model_copy(update={"pipelines": pipelines}))
     plain = not any(stage.overlap for pipeline in waiting.plan.pipelines for stage in pipeline.stages)
     assert turns.weighed_s == pytest.approx(waiting.weighed_s / (IN_TURNS_PAYS if plain else 1))
+
+
+def test_a_link_that_could_carry_gigabytes_while_a_message_is_on_its_way_is_planned_with() -> None:
+    far = Link(between=("n0", "n0"), bandwidth_bytes_per_s=1e13, latency_s=0.01)
+    (stage,) = asked(cluster(2, link=far), (1.0, 1.0), layers=2).plan.pipelines[0].stages
+    assert stage.exchange.latency_bytes > 10**9
