@@ -340,6 +340,10 @@ def _fork(to_worker: connection.Connection, to_template: connection.Connection) 
 
 def _serve(pipe: connection.Connection) -> None:
     """What a worker does: one call after the other, until the other end of the pipe is closed."""
+    import torch
+
+    # The threads of the template are not here: some builds of torch abort where two threads find that out at once.
+    torch.set_num_threads(1)
     gc.freeze()  # training begins with a full collection, which would visit all that torch and the template have made
     while True:
         try:
