@@ -55,7 +55,7 @@ def test_what_was_not_measured_is_not_known() -> None:
 def test_a_profile_of_another_model_or_of_other_devices_is_refused() -> None:
     found = measured().profile
     other = replace(MODEL, blocks=tuple(replace(block, kind=f"other {block.kind}") for block in MODEL.blocks))
-    with pytest.raises(MeasureError, match="block kinds .* were not measured; measure this model again"):
+    with pytest.raises(MeasureError, match=r"block kinds .* were not measured; measure this model again"):
         MeasuredLayers(graph=other, profile=found).largest("A100")
     found.require(["a/A100:0"])
     with pytest.raises(MeasureError, match="knows nothing of b/A100:1; it is of a/A100:0, a/V100:0: measure again"):
