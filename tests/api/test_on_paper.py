@@ -263,6 +263,7 @@ def test_a_fleet_that_is_not_there_yet_is_compared_with_the_one_that_is(
         (("--cluster", "fleet.yaml", "--without", "node7"), "there is no pool node7; there are new, old"),
         (("--cluster", "fleet.yaml", "--add", "8xH1000"), "there is no accelerator 'H1000'"),
         (("--cluster", "fleet.yaml", "--picture", "no/where.png"), "--picture no/where.png: there is no directory no"),
+        (("--cluster", "fleet.yaml", "--picture", "frontier.txt"), "--picture frontier.txt: a picture is one of .png"),
         (("--on-paper",), "--cluster fleet.yaml"),
         (("--cluster", "nothere.yaml"), "nothere.yaml: cannot be read"),
     ],

@@ -25,6 +25,7 @@ FILES = {
     "lossless.py": "from torch import nn\nclass M(nn.Module):\n    def forward(self, input_ids, labels): return None\nbuild = M\n",
     "text.json": "{oops",
     "many.yaml": "name: many\nnodes: [{name: here, devices: [{kind: cpu, count: 100000, memory: 1 GiB}]}]\n",
+    "profile.json": '{"version": 8, "key": "x", "devices": {}, "links": [], "kinds": {}}',
     "old.json": '{"version": 0}',
 }  # fmt: skip
 TRAIN = ("train", "job.yaml")
@@ -68,6 +69,7 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ((*TRAIN, "--plan", "text.json"), "text.json:1: not JSON"),
         ((*TRAIN, "--plan", "old.json"), "old.json: plan version 0 is not 2; plan again"),
         (("plan", "job.yaml", "--profile", "text.json"), "text.json: not a profile"),
+        (("plan", "job.yaml", "--profile", "profile.json"), "the profile knows nothing of"),
         ((*TRAIN, "--run-dir", "holds"), "not empty (it holds something): continue the run in it with --resume"),
         ((*TRAIN, "--run-dir", "holds", "--resume"), "there is nothing to resume: holds is no run directory"),
         ((*TRAIN, "--resume"), "there is nothing to resume: no run job-N in runs"),

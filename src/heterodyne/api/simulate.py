@@ -68,6 +68,7 @@ def simulate_job(job: Job, base: Path, wanted: Simulated, *, cluster_file: Path 
         settings = settings_of(job, session)
         plan = session.together(lambda: _ready(wanted, model.captured.graph, cluster))
         profile = wanted.profile or _measured(session, model, settings)
+        profile.require(device.id for device in cluster.devices)
         session.agreement.only_on_rank0(
             lambda: _tell(session, wanted, settings, plan, model.captured.graph, cluster, profile)
         )

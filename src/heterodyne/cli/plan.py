@@ -17,6 +17,8 @@ from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 
 __all__ = ["command"]
 
+_PICTURES = (".png", ".svg", ".pdf")
+
 
 def command(
     context: typer.Context,
@@ -126,6 +128,8 @@ def command(
             raise HeterodyneError(
                 f"{option} {path}: there is no directory {path.parent}; make it, or write the plan elsewhere"
             )
+    if picture is not None and picture.suffix.lower() not in _PICTURES:
+        raise HeterodyneError(f"--picture {picture}: a picture is one of {', '.join(_PICTURES)}; call it frontier.png")
     if paper:
         from heterodyne.api.on_paper import plan_on_paper
 

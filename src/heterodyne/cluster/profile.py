@@ -7,7 +7,7 @@ reads it knows how much to believe. Times are seconds, sizes bytes. What the num
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -123,6 +123,15 @@ class Profile:
         """The sizes that were measured on any device, rising."""
         samples = (s for device in self.devices.values() for kind in device.blocks.values() for s in kind)
         return tuple(sorted({s.micro_batch_size for s in samples if not s.extrapolated}))
+
+    def require(self, devices: Iterable[str]) -> None:
+        """Raises MeasureError, with their names, if any of these devices were not measured."""
+        missing = [device for device in devices if device not in self.devices]
+        if missing:
+            raise MeasureError(
+                f"the profile knows nothing of {', '.join(missing)}; it is of {', '.join(self.devices)}: measure again with "
+                "'heterodyne measure', on this cluster"
+            )
 
     def save(self, path: Path) -> None:
         """Write JSON. Raises OSError."""

@@ -29,7 +29,7 @@ def kind_of(device_id: str) -> str:
 class MeasuredLayers:
     """Implements `cost.layers.LayerCosts`. Of several measured devices of a kind the first counts.
 
-    Raises MeasureError, from `cost`, if a kind of block was not measured on a device.
+    Raises MeasureError, from `cost` and `largest`, if a kind of block was not measured on a device.
     """
 
     graph: ModelGraph
@@ -54,10 +54,10 @@ class MeasuredLayers:
         """The largest micro-batch that was measured, by kind of device."""
         return {
             kind: min(
-                max(sample.micro_batch_size for sample in self.profile.devices[device].blocks[block])
+                max(sample.micro_batch_size for sample in self.profile.devices[compute.device].blocks[block])
                 for block in self.graph.kinds
             )
-            for kind, device in self._measured.items()
+            for kind, compute in self._compute.items()  # which says what was not measured
         }
 
     @property
@@ -81,7 +81,7 @@ class MeasuredLayers:
         own = widths.alone(micro_batch)
         if own is None or device_kind not in self._measured or layer_kind not in self.graph.kinds:
             return None
-        compute = self._compute[device_kind]  # says what was not measured
+        compute = self._compute[device_kind]
         if own > self._sizes[device_kind]:
             return None
         key = (device_kind, layer_kind, own)

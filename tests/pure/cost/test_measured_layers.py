@@ -9,6 +9,7 @@ import pytest
 from heterodyne.cluster.profile import Profile
 from heterodyne.cost.layers import Widths
 from heterodyne.cost.measured_layers import MeasuredLayers, kind_of
+from heterodyne.errors import MeasureError
 from pure.build import cluster, graph, linear, profile
 
 MODEL = graph(3)
@@ -49,6 +50,16 @@ def test_what_was_not_measured_is_not_known() -> None:
     assert layers.cost("A100", "layer", Widths(2), 1) is None
     assert layers.cost("A100", "layer", Widths(), 10**6) is None
     assert layers.cost("A100", "layer", Widths(data=2), 3) is None
+
+
+def test_a_profile_of_another_model_or_of_other_devices_is_refused() -> None:
+    found = measured().profile
+    other = replace(MODEL, blocks=tuple(replace(block, kind=f"other {block.kind}") for block in MODEL.blocks))
+    with pytest.raises(MeasureError, match=r"block kinds .* were not measured; measure this model again"):
+        MeasuredLayers(graph=other, profile=found).largest("A100")
+    found.require(["a/A100:0"])
+    with pytest.raises(MeasureError, match="knows nothing of b/A100:1; it is of a/A100:0, a/V100:0: measure again"):
+        found.require(["a/A100:0", "b/A100:1"])
 
 
 def test_devices_that_share_a_micro_batch_take_what_one_takes_for_its_part() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations_with_replacement
+
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.predictor.constants import constants
 from heterodyne.search.explain import ratio_in_words
@@ -13,7 +15,9 @@ from heterodyne.search.fleet.plan import TemplatePlan
 from heterodyne.search.fleet.planner import Planned
 from heterodyne.units import format_bytes, format_seconds
 
-__all__ = ["family_in_words", "host_exchange_in_words", "step_in_words", "why_more"]
+__all__ = ["family_in_words", "host_exchange_in_words", "step_in_words", "unjoined_in_words", "why_more"]
+
+_MOST_TOLD = 3
 
 
 def step_in_words(planned: Planned) -> str:
@@ -44,6 +48,21 @@ def host_exchange_in_words(fleet: Fleet, plan: TemplatePlan) -> str:
         f"memory of the hosts and through sockets (gloo), predicted at {constants().stated.sockets:.0%} of the link's bandwidth. Measure "
         "that path before you buy, and state it with --links if it carries less."
     )
+
+
+def unjoined_in_words(fleet: Fleet, plan: TemplatePlan) -> str:
+    """Of a plan that leaves devices out, between which of them no link is known; "" where all are joined, or all take part."""
+    if all(plan.devices.get(pool.name) == pool.devices for pool in fleet.pools):
+        return ""
+    pairs = [
+        f"the nodes of {a.name}" if a is b else f"{a.name} and {b.name}"
+        for a, b in combinations_with_replacement(fleet.pools, 2)
+        if (a is not b or a.nodes > 1) and fleet.wire(a, b) is None
+    ]
+    if not pairs:
+        return ""
+    shown = [*pairs[:_MOST_TOLD], *([f"{len(pairs) - _MOST_TOLD} more pairs"] if len(pairs) > _MOST_TOLD else [])]
+    return f"No link is known between {', between '.join(shown)}, so none of them work together: state it under 'links', or with --links."
 
 
 def family_in_words(outcome: Outcome, planned: Planned) -> str:

@@ -19,7 +19,13 @@ from heterodyne.plan.plan import Axis, Group, Layout, Pipeline, Plan, Prediction
 from heterodyne.plan.precision import Precisions
 from heterodyne.plan.short import in_short
 from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
-from heterodyne.search.fleet.explain import family_in_words, host_exchange_in_words, step_in_words, why_more
+from heterodyne.search.fleet.explain import (
+    family_in_words,
+    host_exchange_in_words,
+    step_in_words,
+    unjoined_in_words,
+    why_more,
+)
 from heterodyne.search.fleet.families import best_of_all, outcomes
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.plan import Template, TemplatePlan, TemplateStage
@@ -111,7 +117,11 @@ class PaperPlanner:
             plan = self._predicted(own)
             note = why_more(own, found.best, found.objective)
             rows.append(AlternativeRow(name=in_short(plan), plan=plan, note=note))
-        words = (step_in_words(found), host_exchange_in_words(self.fleet, found.best.plan))
+        words = (
+            step_in_words(found),
+            host_exchange_in_words(self.fleet, found.best.plan),
+            unjoined_in_words(self.fleet, found.best.plan),
+        )
         return FleetResult(
             plan=best,
             alternatives=tuple(rows),

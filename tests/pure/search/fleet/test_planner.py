@@ -15,7 +15,13 @@ from heterodyne.errors import ClusterError, InfeasibleError
 from heterodyne.search.explain import ratio_in_words
 from heterodyne.search.fleet.counts import Limits
 from heterodyne.search.fleet.criterion import Criterion
-from heterodyne.search.fleet.explain import family_in_words, host_exchange_in_words, step_in_words, why_more
+from heterodyne.search.fleet.explain import (
+    family_in_words,
+    host_exchange_in_words,
+    step_in_words,
+    unjoined_in_words,
+    why_more,
+)
 from heterodyne.search.fleet.families import Family, Outcome, best_of_all, outcomes
 from heterodyne.search.fleet.fleet_wires import Wires
 from heterodyne.search.fleet.objective import Objective
@@ -272,6 +278,19 @@ def test_devices_without_a_library_in_common_meet_over_sockets_and_it_is_said() 
         assert (found.bandwidth_bytes_per_s == wire.bandwidth_bytes_per_s) == together
         assert (said(one, other) == "") == together
     assert said("green", "red").startswith("H100-SXM-80GB (NCCL) and MI300X (RCCL) exchange tensors")
+
+
+def test_what_no_known_link_joins_is_told_where_devices_are_left_out() -> None:
+    joined = _pool("fast", 2)
+    apart = replace(_pool("slow", 2), between=None, place=("west",))
+
+    def said(*pools: Pool) -> str:
+        planned = _planner(*pools).plan()
+        return unjoined_in_words(Fleet(name="f", pools=pools), planned.best.plan)
+
+    assert said(joined) == ""
+    assert "between fast and slow, between the nodes of slow, so none" in said(joined, apart)
+    assert said(joined, replace(apart, nodes=1)).count("between") == 1
 
 
 def test_more_devices_of_the_same_kinds_are_no_slower_and_add_no_shapes() -> None:
