@@ -70,6 +70,9 @@ class RankStep:
         lost = model.device_memory[device].lost
         elsewhere = round((1 - state) * transients.trained) if plan.zero > 2 else 0
         comes = alone.gradients + elsewhere if plan.zero > 1 else transients.alone
+        # What is lost beside tensors is lost beside shards of them in proportion.
+        shards = elsewhere + round((1 - state) * alone.gradients) if plan.zero > 1 else 0
+        beside = round(alone.lost * shards / max(1, alone.tensors)) + lost(comes - shards)
         return RankCosts(
             stages=costs,
             ready={bucket.index: self._ready(bucket) for bucket in buckets if device in bucket.owners},
@@ -81,7 +84,7 @@ class RankStep:
             workspace_bytes=_under_way(travel, rank) + workspace,
             holes_bytes=holes,
             update_bytes=max(alone.update, round(state * alone.gradients) if summed_apart else 0),
-            coming_bytes=comes + lost(comes),
+            coming_bytes=comes + beside,
             gathered_bytes=transients.gathered,
             reductions=transients.reductions,
         )
