@@ -93,28 +93,6 @@ class MemoryUse:
         """With only that fraction of the optimizer state of its weights."""
         return replace(self, optimizer=round(part * self.optimizer))
 
-    def with_sums(self, part: float) -> MemoryUse:
-        """With a separate buffer for that fraction of the gradients, where the backend sums apart from them."""
-        return replace(self, update=max(self.update, round(part * self.gradients)))
-
-    def shared_out(
-        self, part: float, *, gradients: int, parameters: int, trained: int, again: bool = False
-    ) -> MemoryUse:
-        """Of a device that keeps only so much of the gradients, and of ``trained`` bytes of its parameters.
-
-        ``gradients``, ``parameters``: bytes that are whole at a time, in passes. What is kept of the gradients comes as activations go,
-        stage after stage, so that the two are not there together, unless they are made ``again`` in each stage; at the update nothing is
-        whole.
-        """
-        own = round(part * self.gradients)
-        made = replace(
-            self,
-            gradients=min(self.gradients, max(own, gradients + (own if again else 0))),
-            parameters=min(self.parameters, self.parameters - round((1 - part) * trained) + parameters),
-        )
-        lost = self.lost * made.tensors / self.tensors if self.tensors else self.lost
-        return replace(made, lost=round(lost))
-
     @property
     def tensors(self) -> int:
         """All tensors without workspace."""

@@ -56,11 +56,12 @@ class CostModel:
     memory: MemoryAssumptions = field(default_factory=MemoryAssumptions)
     ranks_meet: bool = True
     on_host: frozenset[str] = frozenset()
-    _uses: dict[tuple[str, int, _Held], MemoryUse] = field(
-        default_factory=dict, repr=False, compare=False
-    )  # a search asks often, here as below
-    _crossings: dict[tuple[int, ...], tuple[Crossing, ...]] = field(default_factory=dict, repr=False, compare=False)
-    _trained: dict[_Held, int] = field(default_factory=dict, repr=False, compare=False)
+    # A search asks often.
+    _uses: dict[tuple[str, int, _Held], MemoryUse] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _crossings: dict[tuple[int, ...], tuple[Crossing, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _trained: dict[_Held, int] = field(default_factory=dict, init=False, repr=False, compare=False)
     _asked: dict[tuple[Pipeline, int, int], ShardedStageCost | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

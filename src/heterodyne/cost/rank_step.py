@@ -15,7 +15,6 @@ from heterodyne.cost.routes import Route
 from heterodyne.cost.stage import StageCosts
 from heterodyne.cost.step import RankCosts
 from heterodyne.cost.step_transients import GradientBuildUp, StepTransients, by_block
-from heterodyne.cost.unsharded_bytes import shared_out
 from heterodyne.graph.cut import Crossing
 from heterodyne.graph.size import Size
 from heterodyne.plan.buckets import Bucket, room_bytes
@@ -66,11 +65,14 @@ class RankStep:
         ranges = tuple(stage.ops for stage in mine.values())
         on_host = any(stage.offload for stage in mine.values())
         alone = model.memory_use(device, 0, ranges, at.boxes).with_state(0 if on_host else state)
-        fixed = shared_out(model, alone, plan, device, buckets, state) if plan.zero else alone
+        summed_apart = plan.zero == 1 and model.cluster.device(device).backend != "cpu"
         carried = self._carried_s(ranges) if plan.zero in (1, 2) else 0.0
         lost = model.device_memory[device].lost
-        begins = alone.parameters - round((1 - state) * transients.trained) if plan.zero > 2 else alone.parameters
-        comes = fixed.gradients + fixed.parameters - begins if plan.zero > 1 else transients.alone
+        elsewhere = round((1 - state) * transients.trained) if plan.zero > 2 else 0
+        comes = alone.gradients + elsewhere if plan.zero > 1 else transients.alone
+        # What is lost beside tensors is lost beside shards of them in proportion.
+        shards = elsewhere + round((1 - state) * alone.gradients) if plan.zero > 1 else 0
+        beside = round(alone.lost * shards / max(1, alone.tensors)) + lost(comes - shards)
         return RankCosts(
             stages=costs,
             ready={bucket.index: self._ready(bucket) for bucket in buckets if device in bucket.owners},
@@ -78,11 +80,11 @@ class RankStep:
             step_s=state * model.update_s(device, ranges, at.boxes, on_host=on_host) + carried,
             overhead_s=measured.step_overhead_s,
             overlap=min(1.0, max(0.0, measured.overlap)),
-            fixed_bytes=fixed.fixed + (self._rooms() if plan.zero > 1 else 0),
+            fixed_bytes=alone.fixed + (self._rooms() if plan.zero > 1 else 0),
             workspace_bytes=_under_way(travel, rank) + workspace,
             holes_bytes=holes,
-            update_bytes=fixed.update,
-            coming_bytes=comes + lost(comes),
+            update_bytes=max(alone.update, round(state * alone.gradients) if summed_apart else 0),
+            coming_bytes=comes + beside,
             gathered_bytes=transients.gathered,
             reductions=transients.reductions,
         )

@@ -35,16 +35,7 @@ def offloading(
 
     ``search``: all that is weighed, under what another model of costs says.
     """
-    helped = CostModel(
-        graph=model.graph,
-        cluster=model.cluster,
-        profile=model.profile,
-        recipe=model.recipe,
-        memory=model.memory,
-        ranks_meet=model.ranks_meet,
-        on_host=frozenset(short),
-    )
-    for candidate in search(helped):
+    for candidate in search(replace(model, on_host=frozenset(short))):
         used = [] if candidate.plan is None else [device for device in short if device in candidate.plan.devices]
         if candidate.plan is None or not used:
             continue

@@ -177,13 +177,9 @@ class Split:
         """Who is sharded together: all, the fastest, each node by itself, pairs of equals."""
         devices = [device.id for device in self.model.cluster.devices]
         ranked = sorted(devices, key=lambda device: -self._speed(device))
-        seen: set[tuple[tuple[str, ...], ...]] = set()
         for count in _counts(len(devices)):
             kept = tuple(device for device in devices if device in ranked[:count])
-            name = f"over all {count} devices" if count == len(devices) else f"over {', '.join(kept)}"
-            if (kept,) not in seen and count > 1:
-                seen.add((kept,))
-                yield name, (kept,)
+            yield f"over all {count} devices" if count == len(devices) else f"over {', '.join(kept)}", (kept,)
         nodes: dict[str, list[str]] = {}
         for device in self.model.cluster.devices:
             nodes.setdefault(device.node, []).append(device.id)
