@@ -9,9 +9,10 @@ that are cut exactly and played.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations, product
+from itertools import chain, combinations, permutations, product
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,60 +48,88 @@ class Alike:
     zero: int
     limits: Limits
 
-    def best(self, kinds: Mapping[int, Sequence[Kind]], most: int) -> list[tuple[int, Places]]:
+    def best(
+        self, kinds: Mapping[int, Sequence[Kind]], most: int, *, by_pools: bool = False
+    ) -> list[tuple[int, Places]]:
         """The ``most`` plans with the least estimated step time, as pairs of micro-batch size and stages, the fastest first.
 
         Args:
             kinds: stage kinds, by micro-batch size.
+            by_pools: so many over each set of pools, in one order of these.
         """
-        found: list[tuple[float, int, Places]] = []
+        found: dict[int, list[tuple[float, int, Places]]] = {}
         for size, own in kinds.items():
-            below = found[most - 1][0] if len(found) >= most else np.inf
+            below = {pools: known[-1][0] for pools, known in found.items() if len(known) >= most}
             limit = self.space.cells // (_NUMBERS * len(kinds))
-            new = self._of_size(own, size, most, below, limit)
-            found = sorted([*found, *new], key=lambda entry: entry[0])[:most]
-        return [(size, places) for _, size, places in found]
+            for pools, seconds, places in self._of_size(own, size, most, below, limit, by_pools=by_pools):
+                found.setdefault(pools, []).append((seconds, size, places))
+            found = {pools: sorted(known, key=itemgetter(0))[:most] for pools, known in found.items()}
+        return [(size, places) for _, size, places in sorted(chain(*found.values()), key=itemgetter(0))]
 
     def _of_size(
-        self, kinds: Sequence[Kind], size: int, most: int, below: float, limit: int
-    ) -> Iterator[tuple[float, int, Places]]:
-        """Plans of one micro-batch size with an estimate below ``below`` seconds. Only those are estimated exactly whose relaxation,
-        equally long stages with fractional layers, could be among them.
+        self, kinds: Sequence[Kind], size: int, most: int, known: Mapping[int, float], limit: int, *, by_pools: bool
+    ) -> Iterator[tuple[int, float, Places]]:
+        """Plans of one micro-batch size with an estimate below that ``known`` for their pools (a bit mask; 0: all are one set). Only those
+        are estimated exactly whose relaxation, equally long stages with fractional layers, could be among them.
         """
         if not kinds:
             return
-        chains, runs = self._chains(kinds, limit)
+        chains, runs = self._chains(kinds, limit, combinations if by_pools else permutations)
         count = self._count(kinds, chains, runs)
         forward, backward = (
             np.array([own[-1] for own in part]) for part in zip(*(kind.table.passes for kind in kinds), strict=True)
         )
-        samples = np.ceil(self.predictor.global_batch / (size * np.maximum(1, count)))
+        rounds = np.ceil(self.predictor.global_batch / (size * np.maximum(1, count)))
         pace = 1 / np.maximum(forward + backward, _NO_TIME_S)
-        least = np.where(count > 0, samples / (runs * pace[chains]).sum(axis=1), np.inf)
+        rounds += self._filling(kinds) * (runs.sum(axis=1) - 1)
+        least = np.where(count > 0, rounds / (runs * pace[chains]).sum(axis=1), np.inf)
+        bits = 1 << np.array([kind.pool for kind in kinds])
+        pools, of = np.unique(np.where(runs > 0, bits[chains], 0).sum(axis=1) * by_pools, return_inverse=True)
+        below = np.array([known.get(own, np.inf) for own in pools.tolist()])
         order = np.argsort(least, kind="stable")
         at, about = order[:0], least[:0]
         for first in range(0, len(order), _PART):
             part = order[first : first + _PART]
-            part = part[least[part] < below]
-            if not len(part):
+            if least[part[0]] >= below.max():
                 break
+            part = part[least[part] < below[of[part]]]
             at = np.concatenate([at, part])
             about = np.concatenate([about, self._about_s(kinds, size, chains[part], runs[part], count[part])])
-            fastest = np.argsort(about, kind="stable")[:most]
-            at, about = at[fastest], about[fastest]
-            below = min(below, float(about[-1]) if len(about) == most else np.inf)
+            ranked = np.lexsort((about, of[at]))
+            at, about = at[ranked], about[ranked]
+            place = np.arange(len(at)) - np.searchsorted(of[at], of[at])
+            last = place == most - 1
+            below[of[at[last]]] = np.minimum(below[of[at[last]]], about[last])
+            at, about = at[place < most], about[place < most]
         for number, seconds in zip(at.tolist(), about.tolist(), strict=True):
             if seconds < np.inf:
                 stages = zip(chains[number].tolist(), runs[number].tolist(), strict=True)
-                yield seconds, size, tuple((kinds[k].name, kinds[k].widths, run) for k, run in stages if run)
+                places = tuple((kinds[k].name, kinds[k].widths, run) for k, run in stages if run)
+                yield int(pools[of[number]]), seconds, places
 
-    def _chains(self, kinds: Sequence[Kind], limit: int) -> tuple[Ints, Ints]:
-        """Sequences of kinds with the number of stages of each; 0 pads the unused places. Shape [pipelines, max_pools]."""
-        pools = sorted({kind.pool for kind in kinds})
-        own = {pool: [n for n, kind in enumerate(kinds) if kind.pool == pool] for pool in pools}
+    def _filling(self, kinds: Sequence[Kind]) -> float:
+        """The part of a micro-batch for which the others wait at each stage but one: where backwards are halved, a stage that waits for its
+        first forward does what others have left over at the end.
+        """
+        if SPLIT.isdisjoint(self.space.schedules):
+            return 1.0
+        forward, backward = (
+            np.array(own) for own in zip(*((k.table.passes[0][-1], k.table.passes[1][-1]) for k in kinds), strict=True)
+        )
+        return float(np.mean(forward / (forward + backward)))
+
+    def _chains(
+        self, kinds: Sequence[Kind], limit: int, orders_of: Callable[..., Iterable[tuple[int, ...]]]
+    ) -> tuple[Ints, Ints]:
+        """Sequences of kinds with the number of stages of each; 0 pads the unused places. Shape [pipelines, max_pools].
+
+        ``orders_of``: pools that there are of so many; those with most memory are ahead, where most micro-batches are in flight.
+        """
+        pools = sorted({kind.pool for kind in kinds}, key=lambda pool: -self.predictor.fleet.pools[pool].memory_bytes)
+        of = {pool: [n for n, kind in enumerate(kinds) if kind.pool == pool] for pool in pools}
         wide = min(self.space.max_pools, len(pools))
         orders = {
-            count: [chain for chosen in permutations(pools, count) for chain in product(*(own[p] for p in chosen))]
+            count: [own for some in orders_of(pools, count) for own in product(*(of[p] for p in some))]
             for count in range(1, wide + 1)
         }
         stages = min(self.space.max_stages, len(kinds[0].table.costs))
@@ -150,12 +179,9 @@ class Alike:
             enough = (runs * done).sum(axis=1) >= layers
             low, high = np.where(enough, low, middle), np.where(enough, middle, high)
         fits = joined & ((runs * np.maximum(plain, again)).sum(axis=1) >= layers)
-        # Where backwards are halved, a stage that waits for its first forward does what others have left over at the end.
-        split = not SPLIT.isdisjoint(self.space.schedules)
-        part = float(np.mean(forward / (forward + backward))) if split else 1.0
         sent = 0.0 if self.predictor.blocking else 2 * (inside * np.maximum(0, runs - 1) + before).sum(axis=1)
         shown = self._shown_s(kinds, chains, runs, count, high)
-        about: Floats = high * (rounds + part * (runs.sum(axis=1) - 1)) + sent + shown
+        about: Floats = high * (rounds + self._filling(kinds) * (runs.sum(axis=1) - 1)) + sent + shown
         return np.where(fits, about, np.inf)
 
     def _room(self, kinds: Sequence[Kind], chains: Ints, held: Floats, count: Ints, *, recompute: bool) -> Floats:

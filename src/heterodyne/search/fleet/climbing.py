@@ -25,7 +25,7 @@ _RESCHEDULED = 8  # mixes that are tried under the other schedules: the best, an
 _RESCHEDULED_OF_FEW = 60  # of the latter, on few devices
 _NEARLY = 1.15  # times the best, up to which a plan may be a start
 _NEARLY_OF_FEW = 1.3
-_PART_OF_MANY = 20  # of the work, where pipelines are long
+_PART_OF_MANY = 4  # of the work, where pipelines are long
 _Start = tuple[Mix, EvaluatedPlan, ScheduleName, tuple[ScheduleName, ...]]
 """What is improved, as which schedule it is, and the schedules that may be chosen on the way."""
 

@@ -55,16 +55,13 @@ class Mixes:
                     found[mix_of([(template, count)])] = None
         return list(found)
 
-    def unlike(
-        self, columns: Sequence[Template], limits: Limits, times: Times, known_s: float, *, many: bool
-    ) -> Iterator[Mix]:
-        """Integer counts over all columns that could finish before a known time.
-
-        ``many``: with many devices integer counts come close to the relaxation.
+    def unlike(self, columns: Sequence[Template], limits: Limits, times: Times | tuple[float, float]) -> Iterator[Mix]:
+        """Integer counts over all columns that could finish between two times, in seconds; or a little after the times of a relaxation, to
+        which they come close with many devices.
         """
         devices = self._devices(columns)
         most = [self._room(t, limits) for t in columns]
-        if many:
+        if isinstance(times, Times):
             none = [0.0] * len(columns)
             for later in _LATER:
                 seconds = later * times.about_s - times.shown_s
@@ -72,7 +69,7 @@ class Mixes:
                 yield mix_of(zip(columns, counts or [0] * len(columns), strict=True))
             return
         for once in ([0.0] * len(columns), self._once_s(columns)):
-            yield from self._bisected(columns, devices, once, most, limits, (times.bound_s, known_s))
+            yield from self._bisected(columns, devices, once, most, limits, times)
 
     def _capacity(
         self, columns: Sequence[Template], once: Sequence[float], most: Sequence[int], seconds: float

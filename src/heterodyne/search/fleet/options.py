@@ -13,13 +13,13 @@ from heterodyne.predictor.constants import constants
 from heterodyne.predictor.overlap import exposed_s, returned_s
 from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.counts import Limits, best_per_devices, capacities, relaxed, shortest_s
-from heterodyne.search.fleet.pipeline_table import MANY_DEVICES
+from heterodyne.search.fleet.pipeline_table import MANY_DEVICES, PipelineTable
 from heterodyne.search.fleet.pipeline_templates import PipelineTemplates
 from heterodyne.search.fleet.plan import Template
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.tables import Table
 
-__all__ = ["Options", "Times", "shown_s"]
+__all__ = ["Options", "Times", "anyhow", "shown_s"]
 
 _QUANTILES = (1.0, 0.7, 0.5, 0.35, 0.2, 0.1, 0.05)  # of what shows with each shape, up to which shapes are looked at
 _BACKWARD = 2 / 3  # about so much of a stage's work
@@ -139,6 +139,13 @@ class Options:
             cut = part.templates((number - start for number in numbers), few=few)
             made.update(zip(numbers, cut, strict=True))
         return list(dict.fromkeys(template for row in chosen for template in made[row]))
+
+
+def anyhow(rows_of: PipelineTable, limits: Limits) -> list[Times]:
+    """Times of all that fits in any number of pipelines."""
+    huge = rows_of.predictor.fleet.devices > MANY_DEVICES
+    every = (Options.of(rows_of.predictor, rows).times(limits, exchanged=huge) for rows in rows_of.anyhow() if rows)
+    return [times for times in every if times is not None]
 
 
 def shown_s(predictor: Predictor, stages: Ints, devices: Ints, longest_s: Floats, limits: Limits) -> Floats:

@@ -144,6 +144,18 @@ def test_a_search_that_is_asked_to_stop_gives_the_best_so_far_and_has_told_of_it
         assert planned.best.predicted.step_s <= told[-1]
 
 
+def test_twice_the_devices_do_twice_the_batch_in_the_same_time() -> None:
+    """Every pipeline twice: only rings are a little longer. Of 640 devices those of one kind alone have memory for long pipelines only."""
+    costs = _costs(layers=("embedding", *["block"] * 30, "head"), weights=1.0, kept=0.3)
+    once, twice = (
+        _planner(
+            _pool("fast", 50 * times, memory=12), _pool("slow", 110 * times, memory=8), costs=costs, samples=256 * times
+        ).plan()
+        for times in (1, 2)
+    )
+    assert twice.best.predicted.step_s <= 1.01 * once.best.predicted.step_s
+
+
 def test_a_smaller_space_is_never_faster() -> None:
     for number in range(2):
         fleet, costs, samples = drawn(random.Random(number), devices=4, blocks=4)

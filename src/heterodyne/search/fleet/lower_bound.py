@@ -1,4 +1,4 @@
-"""A lower bound for schedules in which a rank may hold layers from anywhere (virtual stages)."""
+"""A lower bound on the step time of any plan of a space."""
 
 from __future__ import annotations
 
@@ -8,12 +8,30 @@ import numpy as np
 from scipy.optimize import linprog
 
 from heterodyne.search.fleet.counts import Limits
+from heterodyne.search.fleet.cover import Cover
+from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
+from heterodyne.search.fleet.options import anyhow
 from heterodyne.search.fleet.pipeline_table import PipelineTable
 from heterodyne.search.fleet.plan import INTERLEAVED
 
-__all__ = ["fractional_bound_s"]
+__all__ = ["fractional_bound_s", "lower_bound_s"]
 
+_COVERED = 256  # devices, up to which the bound of `Cover` comes near enough to plans to be worth its time
 _NO_TIME_S = 1e-12  # of a layer that costs nothing
+
+
+def lower_bound_s(rows_of: PipelineTable, limits: Limits, known: EvaluatedPlan | None) -> float:
+    """Seconds that no step is shorter than. ``known``: a plan."""
+    few = rows_of.predictor.fleet.devices <= _COVERED
+    least = fractional_bound_s(rows_of, limits)
+    cover = Cover.of(rows_of, limits) if few else None
+    if least == inf or (cover is None and few):
+        # Whatever fits does so at some level, with state in as many parts as there can be pipelines.
+        least = min([least, *(times.bound_s for times in anyhow(rows_of, limits))])
+    if cover is not None and known is not None:
+        covered = cover.bound_s(known)
+        least = covered if least == inf else max(least, covered)
+    return least
 
 
 def fractional_bound_s(rows_of: PipelineTable, limits: Limits) -> float:
