@@ -156,6 +156,18 @@ def test_twice_the_devices_do_twice_the_batch_in_the_same_time() -> None:
     assert twice.best.predicted.step_s <= 1.01 * once.best.predicted.step_s
 
 
+def test_no_step_is_bounded_to_less_than_one_sample_takes_through_all_layers() -> None:
+    """However many devices there are: only for the gradients of weights nothing waits, half of a backward here."""
+    fleet, costs = Fleet(name="f", pools=(_pool("fast", 300),)), _costs(handed=0.0)
+    own = [costs.cost("fast", layer, widths, 1) for widths in costs.widths("fast") for layer in costs.layers]
+    layers = [cost.forward_s + cost.backward_s / 2 for cost in own if cost is not None]
+    waits = (sum(layers[: len(costs.layers)]), sum(layers[len(costs.layers) :]))
+    planned = FleetPlanner(fleet=fleet, costs=costs, global_batch=1).plan(
+        space=Space(schedules=("ZBH1", "Interleaved1F1B"))
+    )
+    assert 0.99 * min(waits) <= planned.bound_s <= planned.best.predicted.step_s
+
+
 def test_a_smaller_space_is_never_faster() -> None:
     for number in range(2):
         fleet, costs, samples = drawn(random.Random(number), devices=4, blocks=4)
