@@ -3,7 +3,7 @@
 From the plan downwards: without what shows of its exchange and its update; if its pipelines were always full (filling, waiting, whole
 micro-batches); if their layers were divided in fractions; without recompute; with the best widths and micro-batch sizes for the same
 devices, whatever the memory; with the devices that it leaves out. That is the bound in fractions, and the last factor is what the bound
-that is told is above it. Beside them the step that is left if pipelines may be in fractions.
+that is told is above it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from results import Results
 from heterodyne.search.fleet.counts import Limits
 from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
 from heterodyne.search.fleet.lower_bound import fractional_bound_s
-from heterodyne.search.fleet.options import anyhow
 from heterodyne.search.fleet.plan import Template
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.search import Search
@@ -38,15 +37,12 @@ def main() -> int:
         step_s = best.predicted.step_s
         factors = _factors(search, best)
         assert abs(prod(factors.values()) * search.bound_s / step_s - 1) < 1e-6
-        limits = Limits(room=np.array([pool.devices for pool in fleet.pools], dtype=np.int64))
-        left = min(times.about_s for times in anyhow(search.rows, limits))
         results.row(
             row.name,
             step_s=step_s,
             bound_s=search.bound_s,
             ratio=step_s / search.bound_s,
             **factors,
-            in_fractions_of_pipelines_s=left,
         )
     return results.write(options.json)
 
