@@ -17,23 +17,19 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from heterodyne.cost.layers import Widths
-from heterodyne.predictor.constants import constants
-from heterodyne.predictor.overlap import exposed_s, returned_s
 from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.counts import Limits
+from heterodyne.search.fleet.cutter import Places
 from heterodyne.search.fleet.fleet_wires import Wires
 from heterodyne.search.fleet.kinds import Kind
+from heterodyne.search.fleet.options import exposed_sync_s
 from heterodyne.search.fleet.plan import SPLIT
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.space import Space
 
-__all__ = ["Alike", "Places"]
+__all__ = ["Alike"]
 
-Places = tuple[tuple[str, Widths, int], ...]
-"""Stages of a pipeline, those of a kind together: a pool, how each shares its work, and how many there are."""
 _BISECTIONS = 12
-_BACKWARD = 2 / 3  # about so much of a stage's work
 _NO_TIME_S = 1e-12  # of a layer that costs nothing
 _NUMBERS = 32  # that are worked out for each pipeline
 _PART = 4096  # pipelines that are worked out at once
@@ -146,15 +142,12 @@ class Alike:
 
     def _count(self, kinds: Sequence[Kind], chains: Ints, runs: Ints) -> Ints:
         """The number of pipeline replicas that the limits allow; 0 where there are too few devices."""
-        limits = self.limits
         devices, pool = (np.array([getattr(kind, name) for kind in kinds]) for name in ("devices", "pool"))
-        need = runs * devices[chains]
-        found = np.where(runs > 0, limits.room[pool[chains]] // np.maximum(1, need), limits.room.max()).min(axis=1)
-        if limits.prices is not None and np.isfinite(limits.budget):
-            usd = (need * limits.prices[pool[chains]]).sum(axis=1)
-            found = np.minimum(found, limits.budget * (1 + 1e-9) // np.maximum(usd, 1e-12)).astype(np.int64)
-        count: Ints = np.minimum(found, limits.most or found)
-        return np.where(count >= limits.least, count, 0)
+        need = np.zeros((len(chains), len(self.limits.room)), dtype=np.int64)
+        for own, run in zip(chains.T, runs.T, strict=True):
+            need[np.arange(len(chains)), pool[own]] += run * devices[own]
+        count = self.limits.most_of(need)
+        return np.where(count >= self.limits.least, count, 0)
 
     def _about_s(self, kinds: Sequence[Kind], size: int, chains: Ints, runs: Ints, count: Ints) -> Floats:
         """Estimated seconds of a step of each plan. Shape [pipelines]."""
@@ -246,10 +239,7 @@ class Alike:
         own = runs * pace[chains]
         part = layers * pace[chains] / own.sum(axis=1, keepdims=True)  # of the layers, on a stage
         once = np.where(runs > 0, part * each_s[chains], 0.0).max(axis=1) * (1 - 1 / count)
-        stated = constants().stated
-        if not self.predictor.overlap:
-            return np.asarray(2 * once)
-        return np.asarray(exposed_s(once, _BACKWARD * tau, stated) + returned_s(once, stated))
+        return exposed_sync_s(self.predictor, once, once, tau)
 
 
 def _numbers(most: int, digits: int, count: int) -> Ints:

@@ -40,16 +40,16 @@ class Mixes:
     _once: dict[Template, float] = field(default_factory=dict, repr=False)
 
     def _devices(self, columns: Sequence[Template]) -> Ints:
-        return np.array(
-            [[t.devices.get(pool.name, 0) for pool in self.predictor.fleet.pools] for t in columns], dtype=np.int64
-        )
+        """Of each pool. Shape [columns, pools]."""
+        pools = [pool.name for pool in self.predictor.fleet.pools]
+        used = [[template.devices.get(pool, 0) for pool in pools] for template in columns]
+        return np.array(used, dtype=np.int64).reshape(len(columns), len(pools))
 
     def alike(self, columns: Sequence[Template], limits: Limits, *, many: bool = False) -> list[Mix]:
         """Each column alone, as many replicas as possible. With ``many`` devices as often as it fits."""
         devices = self._devices(columns)
         found: dict[Mix, None] = {}
-        for template, own in zip(columns, devices, strict=True):
-            most = limits.most_of(own)
+        for template, most in zip(columns, limits.most_of(devices).tolist(), strict=True):
             for count in {most} if many else {*range(1, min(most, _ONE_BY_ONE) + 1), most // 2, most - 1, most}:
                 if limits.least <= count <= most and count > 0:
                     found[mix_of([(template, count)])] = None
@@ -105,8 +105,7 @@ class Mixes:
         devices = self._devices(columns)
         once = self._once_s(columns)
         items = []
-        for number, (template, own) in enumerate(zip(columns, devices, strict=True)):
-            most = limits.most_of(own)
+        for number, (template, most) in enumerate(zip(columns, limits.most_of(devices).tolist(), strict=True)):
             counts = sorted({*range(1, min(most, _ONE_BY_ONE) + 1), *(most * n // 8 for n in range(1, 9))} - {0})
             layout = self.space.layouts[-1]
             top = self._room(template, limits)

@@ -19,7 +19,7 @@ from heterodyne.search.fleet.plan import Template
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.tables import Table
 
-__all__ = ["Options", "Times", "anyhow", "shown_s"]
+__all__ = ["Options", "Times", "anyhow", "exposed_sync_s", "shown_s"]
 
 _QUANTILES = (1.0, 0.7, 0.5, 0.35, 0.2, 0.1, 0.05)  # of what shows with each shape, up to which shapes are looked at
 _BACKWARD = 2 / 3  # about so much of a stage's work
@@ -160,11 +160,16 @@ def shown_s(predictor: Predictor, stages: Ints, devices: Ints, longest_s: Floats
     on_node = np.where(devices > 0, np.maximum(1, places // np.minimum(times, places)), 1).max(axis=1)
     part = np.minimum(1.0, on_node * np.ceil(layers / stages) / layers)
     each: Floats = _links_s(fleet)[limits.room > 0].max(initial=0.0) * part
-    stated = constants().stated
+    return exposed_sync_s(predictor, gradients * each, updated * each, longest_s)
+
+
+def exposed_sync_s(predictor: Predictor, gradients_s: Floats, updated_s: Floats, longest_s: Floats) -> Floats:
+    """Estimated exposed seconds of what takes so long if nothing hides it. ``longest_s``: of a micro-batch on the bottleneck stage."""
     if not predictor.overlap:
-        return (gradients + updated) * each
-    shown = exposed_s(gradients * each, _BACKWARD * longest_s, stated)
-    return shown + returned_s(updated * each, stated)
+        return gradients_s + updated_s
+    stated = constants().stated
+    shown: Floats = exposed_s(gradients_s, _BACKWARD * longest_s, stated) + returned_s(updated_s, stated)
+    return shown
 
 
 def _some_table(predictor: Predictor) -> Table:

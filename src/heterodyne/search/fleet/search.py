@@ -89,11 +89,6 @@ class Search:
         return PipelineTable(predictor=self.predictor, space=self.space)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Of micro-batches, those of which something is known."""
-        return self.rows.sizes
-
-    @property
     def fleet(self) -> Fleet:
         return self.predictor.fleet
 
@@ -105,7 +100,7 @@ class Search:
     def _chosen(self) -> Columns:
         few = self.rows.few
         ways = _WAYS_OF_FEW if few else _WAYS_OF_MANY if self.fleet.devices > MANY_DEVICES else _WAYS
-        return Columns(predictor=self.predictor, sizes=self.sizes, most=self.space.columns, few=few, ways=ways)
+        return Columns(predictor=self.predictor, sizes=self.rows.sizes, most=self.space.columns, few=few, ways=ways)
 
     @cached_property
     def _cutter(self) -> Cutter:
