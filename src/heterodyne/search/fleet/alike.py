@@ -72,9 +72,7 @@ class Alike:
             return
         chains, runs = self._chains(kinds, limit, combinations if by_pools else permutations)
         count = self._count(kinds, chains, runs)
-        forward, backward = (
-            np.array([own[-1] for own in part]) for part in zip(*(kind.table.passes for kind in kinds), strict=True)
-        )
+        forward, backward = _passes(kinds)
         rounds = np.ceil(self.predictor.global_batch / (size * np.maximum(1, count)))
         pace = 1 / np.maximum(forward + backward, _NO_TIME_S)
         rounds += self._filling(kinds) * (runs.sum(axis=1) - 1)
@@ -104,15 +102,11 @@ class Alike:
                 yield int(pools[of[number]]), seconds, places
 
     def _filling(self, kinds: Sequence[Kind]) -> float:
-        """The part of a micro-batch for which the others wait at each stage but one: where backwards are halved, a stage that waits for its
+        """The part of a micro-batch for which each stage but one makes the others wait. Where backwards are halved, one that waits for its
         first forward does what others have left over at the end.
         """
-        if SPLIT.isdisjoint(self.space.schedules):
-            return 1.0
-        forward, backward = (
-            np.array(own) for own in zip(*((k.table.passes[0][-1], k.table.passes[1][-1]) for k in kinds), strict=True)
-        )
-        return float(np.mean(forward / (forward + backward)))
+        forward, backward = _passes(kinds)
+        return 1.0 if SPLIT.isdisjoint(self.space.schedules) else float(np.mean(forward / (forward + backward)))
 
     def _chains(
         self, kinds: Sequence[Kind], limit: int, orders_of: Callable[..., Iterable[tuple[int, ...]]]
@@ -152,8 +146,7 @@ class Alike:
     def _about_s(self, kinds: Sequence[Kind], size: int, chains: Ints, runs: Ints, count: Ints) -> Floats:
         """Estimated seconds of a step of each plan. Shape [pipelines]."""
         layers = len(kinds[0].table.costs)
-        passes = [kind.table.passes for kind in kinds]
-        forward, backward = (np.array([own[-1] for own in part]) / layers for part in zip(*passes, strict=True))
+        forward, backward = (own / layers for own in _passes(kinds))
         inside, before = self._sends(kinds, chains, runs)
         after = np.pad(before[:, 1:], ((0, 0), (0, 1)))
         waits = np.where(runs > 1, inside + np.maximum(inside, np.maximum(before, after)), before + after)
@@ -223,23 +216,22 @@ class Alike:
     def _shown_s(self, kinds: Sequence[Kind], chains: Ints, runs: Ints, count: Ints, tau: Floats) -> Floats:
         """Estimated exposed seconds of gradient sync, if each stage holds layers in proportion to its speed."""
         layers, wires = len(kinds[0].table.costs), Wires(self.predictor.fleet)
-        figures = []
+        each = []
         for kind in kinds:
-            pool, table = self.predictor.fleet.pools[kind.pool], kind.table
-            wire = wires.between(pool.name, pool.name)
-            forward, backward = table.passes
-            pace = 1 / max(_NO_TIME_S, forward[-1] + backward[-1])
-            figures.append(
-                (
-                    pace,
-                    table.reduced_bytes(0, layers) / layers / (np.inf if wire is None else wire.bandwidth_bytes_per_s),
-                )
-            )
-        pace, each_s = np.array(figures).T
+            wire = wires.between(kind.name, kind.name)
+            size = kind.table.reduced_bytes(0, layers) / layers
+            each.append(0.0 if wire is None else size / wire.bandwidth_bytes_per_s)
+        pace, each_s = 1 / np.maximum(sum(_passes(kinds)), _NO_TIME_S), np.array(each)
         own = runs * pace[chains]
         part = layers * pace[chains] / own.sum(axis=1, keepdims=True)  # of the layers, on a stage
         once = np.where(runs > 0, part * each_s[chains], 0.0).max(axis=1) * (1 - 1 / count)
         return exposed_sync_s(self.predictor, once, once, tau)
+
+
+def _passes(kinds: Sequence[Kind]) -> tuple[Floats, Floats]:
+    """Seconds of all forwards and of all backwards of a micro-batch, on each kind."""
+    forward, backward = np.array([[own[-1] for own in kind.table.passes] for kind in kinds]).T
+    return forward, backward
 
 
 def _numbers(most: int, digits: int, count: int) -> Ints:

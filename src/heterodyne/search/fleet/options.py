@@ -108,15 +108,8 @@ class Options:
 
     def within(self, which: NDArray[np.bool_]) -> Options:
         """Some of them."""
-        return replace(
-            self,
-            longest_s=self.longest_s[which],
-            total_s=self.total_s[which],
-            sizes=self.sizes[which],
-            stages=self.stages[which],
-            devices=self.devices[which],
-            numbers=self.numbers[which],
-        )
+        arrays = "longest_s", "total_s", "sizes", "stages", "devices", "numbers"
+        return replace(self, **{name: getattr(self, name)[which] for name in arrays})
 
     def exchange_s(self, limits: Limits) -> Floats:
         """See `shown_s`; with few devices, each with its part of the layers, all that they sync."""
