@@ -11,6 +11,7 @@ import resource
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -42,14 +43,13 @@ class Row:
     over_bound: float
 
 
-def main() -> int:
-    options = with_profiles(__doc__)
-    results = Results("planner_speed")
-    rows = (
+def rows_of(profiles: Path) -> tuple[Row, ...]:
+    """``profiles``: a file of measured layers."""
+    return (
         Row(
             name="OPT-350M on 32 GPUs of 2 kinds",
             fleet={"A100-40": 16, "V100-16": 16},
-            costs=lambda _: read_layer_profiles(options.profiles, "OPT-350"),
+            costs=lambda _: read_layer_profiles(profiles, "OPT-350"),
             global_batch=1024,
             most_loops=0.5,
             over_bound=1.05,
@@ -57,7 +57,7 @@ def main() -> int:
         Row(
             name="Llama-3-8B on 128 GPUs of 3 kinds",
             fleet={"GH-96": 32, "A100-40": 48, "V100-16": 48},
-            costs=lambda _: read_layer_profiles(options.profiles, "LLAMA-3-8"),
+            costs=lambda _: read_layer_profiles(profiles, "LLAMA-3-8"),
             global_batch=1024,
             most_loops=1.0,
             over_bound=1.05,
@@ -86,7 +86,12 @@ def main() -> int:
             over_bound=1.3,
         ),
     )
-    for row in rows:
+
+
+def main() -> int:
+    options = with_profiles(__doc__)
+    results = Results("planner_speed")
+    for row in rows_of(options.profiles):
         seconds, loop = [], []
         for _ in range(QUICK_REPEATS if options.quick else REPEATS):
             product_s.cache_clear()

@@ -77,6 +77,7 @@ BENCHMARKS = (
     "published",
     "paper_claims",
     "planner_speed",
+    "planner_gap",
     "planner_quality",
     "planner_optimality",
     "planner_here",

@@ -9,30 +9,27 @@ that are cut exactly and played.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations, product
+from itertools import chain, combinations, permutations, product
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from heterodyne.cost.layers import Widths
-from heterodyne.predictor.constants import constants
-from heterodyne.predictor.overlap import exposed_s, returned_s
 from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.counts import Limits
+from heterodyne.search.fleet.cutter import Places
 from heterodyne.search.fleet.fleet_wires import Wires
 from heterodyne.search.fleet.kinds import Kind
+from heterodyne.search.fleet.options import exposed_sync_s
 from heterodyne.search.fleet.plan import SPLIT
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.space import Space
 
-__all__ = ["Alike", "Places"]
+__all__ = ["Alike"]
 
-Places = tuple[tuple[str, Widths, int], ...]
-"""Stages of a pipeline, those of a kind together: a pool, how each shares its work, and how many there are."""
 _BISECTIONS = 12
-_BACKWARD = 2 / 3  # about so much of a stage's work
 _NO_TIME_S = 1e-12  # of a layer that costs nothing
 _NUMBERS = 32  # that are worked out for each pipeline
 _PART = 4096  # pipelines that are worked out at once
@@ -47,60 +44,82 @@ class Alike:
     zero: int
     limits: Limits
 
-    def best(self, kinds: Mapping[int, Sequence[Kind]], most: int) -> list[tuple[int, Places]]:
+    def best(
+        self, kinds: Mapping[int, Sequence[Kind]], most: int, *, by_pools: bool = False
+    ) -> list[tuple[int, Places]]:
         """The ``most`` plans with the least estimated step time, as pairs of micro-batch size and stages, the fastest first.
 
         Args:
             kinds: stage kinds, by micro-batch size.
+            by_pools: so many over each set of pools, in one order of these.
         """
-        found: list[tuple[float, int, Places]] = []
+        found: dict[int, list[tuple[float, int, Places]]] = {}
         for size, own in kinds.items():
-            below = found[most - 1][0] if len(found) >= most else np.inf
+            below = {pools: known[-1][0] for pools, known in found.items() if len(known) >= most}
             limit = self.space.cells // (_NUMBERS * len(kinds))
-            new = self._of_size(own, size, most, below, limit)
-            found = sorted([*found, *new], key=lambda entry: entry[0])[:most]
-        return [(size, places) for _, size, places in found]
+            for pools, seconds, places in self._of_size(own, size, most, below, limit, by_pools=by_pools):
+                found.setdefault(pools, []).append((seconds, size, places))
+            found = {pools: sorted(known, key=itemgetter(0))[:most] for pools, known in found.items()}
+        return [(size, places) for _, size, places in sorted(chain(*found.values()), key=itemgetter(0))]
 
     def _of_size(
-        self, kinds: Sequence[Kind], size: int, most: int, below: float, limit: int
-    ) -> Iterator[tuple[float, int, Places]]:
-        """Plans of one micro-batch size with an estimate below ``below`` seconds. Only those are estimated exactly whose relaxation,
-        equally long stages with fractional layers, could be among them.
+        self, kinds: Sequence[Kind], size: int, most: int, known: Mapping[int, float], limit: int, *, by_pools: bool
+    ) -> Iterator[tuple[int, float, Places]]:
+        """Plans of one micro-batch size with an estimate below that ``known`` for their pools (a bit mask; 0: all are one set). Only those
+        are estimated exactly whose relaxation, equally long stages with fractional layers, could be among them.
         """
         if not kinds:
             return
-        chains, runs = self._chains(kinds, limit)
+        chains, runs = self._chains(kinds, limit, combinations if by_pools else permutations)
         count = self._count(kinds, chains, runs)
-        forward, backward = (
-            np.array([own[-1] for own in part]) for part in zip(*(kind.table.passes for kind in kinds), strict=True)
-        )
-        samples = np.ceil(self.predictor.global_batch / (size * np.maximum(1, count)))
+        forward, backward = _passes(kinds)
+        rounds = np.ceil(self.predictor.global_batch / (size * np.maximum(1, count)))
         pace = 1 / np.maximum(forward + backward, _NO_TIME_S)
-        least = np.where(count > 0, samples / (runs * pace[chains]).sum(axis=1), np.inf)
+        rounds += self._filling(kinds) * (runs.sum(axis=1) - 1)
+        least = np.where(count > 0, rounds / (runs * pace[chains]).sum(axis=1), np.inf)
+        bits = 1 << np.array([kind.pool for kind in kinds])
+        pools, of = np.unique(np.where(runs > 0, bits[chains], 0).sum(axis=1) * by_pools, return_inverse=True)
+        below = np.array([known.get(own, np.inf) for own in pools.tolist()])
         order = np.argsort(least, kind="stable")
         at, about = order[:0], least[:0]
         for first in range(0, len(order), _PART):
             part = order[first : first + _PART]
-            part = part[least[part] < below]
-            if not len(part):
+            if least[part[0]] >= below.max():
                 break
+            part = part[least[part] < below[of[part]]]
             at = np.concatenate([at, part])
             about = np.concatenate([about, self._about_s(kinds, size, chains[part], runs[part], count[part])])
-            fastest = np.argsort(about, kind="stable")[:most]
-            at, about = at[fastest], about[fastest]
-            below = min(below, float(about[-1]) if len(about) == most else np.inf)
+            ranked = np.lexsort((about, of[at]))
+            at, about = at[ranked], about[ranked]
+            place = np.arange(len(at)) - np.searchsorted(of[at], of[at])
+            last = place == most - 1
+            below[of[at[last]]] = np.minimum(below[of[at[last]]], about[last])
+            at, about = at[place < most], about[place < most]
         for number, seconds in zip(at.tolist(), about.tolist(), strict=True):
             if seconds < np.inf:
                 stages = zip(chains[number].tolist(), runs[number].tolist(), strict=True)
-                yield seconds, size, tuple((kinds[k].name, kinds[k].widths, run) for k, run in stages if run)
+                places = tuple((kinds[k].name, kinds[k].widths, run) for k, run in stages if run)
+                yield int(pools[of[number]]), seconds, places
 
-    def _chains(self, kinds: Sequence[Kind], limit: int) -> tuple[Ints, Ints]:
-        """Sequences of kinds with the number of stages of each; 0 pads the unused places. Shape [pipelines, max_pools]."""
-        pools = sorted({kind.pool for kind in kinds})
-        own = {pool: [n for n, kind in enumerate(kinds) if kind.pool == pool] for pool in pools}
+    def _filling(self, kinds: Sequence[Kind]) -> float:
+        """The part of a micro-batch for which each stage but one makes the others wait. Where backwards are halved, one that waits for its
+        first forward does what others have left over at the end.
+        """
+        forward, backward = _passes(kinds)
+        return 1.0 if SPLIT.isdisjoint(self.space.schedules) else float(np.mean(forward / (forward + backward)))
+
+    def _chains(
+        self, kinds: Sequence[Kind], limit: int, orders_of: Callable[..., Iterable[tuple[int, ...]]]
+    ) -> tuple[Ints, Ints]:
+        """Sequences of kinds with the number of stages of each; 0 pads the unused places. Shape [pipelines, max_pools].
+
+        ``orders_of``: pools that there are of so many; those with most memory are ahead, where most micro-batches are in flight.
+        """
+        pools = sorted({kind.pool for kind in kinds}, key=lambda pool: -self.predictor.fleet.pools[pool].memory_bytes)
+        of = {pool: [n for n, kind in enumerate(kinds) if kind.pool == pool] for pool in pools}
         wide = min(self.space.max_pools, len(pools))
         orders = {
-            count: [chain for chosen in permutations(pools, count) for chain in product(*(own[p] for p in chosen))]
+            count: [own for some in orders_of(pools, count) for own in product(*(of[p] for p in some))]
             for count in range(1, wide + 1)
         }
         stages = min(self.space.max_stages, len(kinds[0].table.costs))
@@ -117,21 +136,17 @@ class Alike:
 
     def _count(self, kinds: Sequence[Kind], chains: Ints, runs: Ints) -> Ints:
         """The number of pipeline replicas that the limits allow; 0 where there are too few devices."""
-        limits = self.limits
         devices, pool = (np.array([getattr(kind, name) for kind in kinds]) for name in ("devices", "pool"))
-        need = runs * devices[chains]
-        found = np.where(runs > 0, limits.room[pool[chains]] // np.maximum(1, need), limits.room.max()).min(axis=1)
-        if limits.prices is not None and np.isfinite(limits.budget):
-            usd = (need * limits.prices[pool[chains]]).sum(axis=1)
-            found = np.minimum(found, limits.budget * (1 + 1e-9) // np.maximum(usd, 1e-12)).astype(np.int64)
-        count: Ints = np.minimum(found, limits.most or found)
-        return np.where(count >= limits.least, count, 0)
+        need = np.zeros((len(chains), len(self.limits.room)), dtype=np.int64)
+        for own, run in zip(chains.T, runs.T, strict=True):
+            need[np.arange(len(chains)), pool[own]] += run * devices[own]
+        count = self.limits.most_of(need)
+        return np.where(count >= self.limits.least, count, 0)
 
     def _about_s(self, kinds: Sequence[Kind], size: int, chains: Ints, runs: Ints, count: Ints) -> Floats:
         """Estimated seconds of a step of each plan. Shape [pipelines]."""
         layers = len(kinds[0].table.costs)
-        passes = [kind.table.passes for kind in kinds]
-        forward, backward = (np.array([own[-1] for own in part]) / layers for part in zip(*passes, strict=True))
+        forward, backward = (own / layers for own in _passes(kinds))
         inside, before = self._sends(kinds, chains, runs)
         after = np.pad(before[:, 1:], ((0, 0), (0, 1)))
         waits = np.where(runs > 1, inside + np.maximum(inside, np.maximum(before, after)), before + after)
@@ -150,12 +165,9 @@ class Alike:
             enough = (runs * done).sum(axis=1) >= layers
             low, high = np.where(enough, low, middle), np.where(enough, middle, high)
         fits = joined & ((runs * np.maximum(plain, again)).sum(axis=1) >= layers)
-        # Where backwards are halved, a stage that waits for its first forward does what others have left over at the end.
-        split = not SPLIT.isdisjoint(self.space.schedules)
-        part = float(np.mean(forward / (forward + backward))) if split else 1.0
         sent = 0.0 if self.predictor.blocking else 2 * (inside * np.maximum(0, runs - 1) + before).sum(axis=1)
         shown = self._shown_s(kinds, chains, runs, count, high)
-        about: Floats = high * (rounds + part * (runs.sum(axis=1) - 1)) + sent + shown
+        about: Floats = high * (rounds + self._filling(kinds) * (runs.sum(axis=1) - 1)) + sent + shown
         return np.where(fits, about, np.inf)
 
     def _room(self, kinds: Sequence[Kind], chains: Ints, held: Floats, count: Ints, *, recompute: bool) -> Floats:
@@ -204,26 +216,22 @@ class Alike:
     def _shown_s(self, kinds: Sequence[Kind], chains: Ints, runs: Ints, count: Ints, tau: Floats) -> Floats:
         """Estimated exposed seconds of gradient sync, if each stage holds layers in proportion to its speed."""
         layers, wires = len(kinds[0].table.costs), Wires(self.predictor.fleet)
-        figures = []
+        each = []
         for kind in kinds:
-            pool, table = self.predictor.fleet.pools[kind.pool], kind.table
-            wire = wires.between(pool.name, pool.name)
-            forward, backward = table.passes
-            pace = 1 / max(_NO_TIME_S, forward[-1] + backward[-1])
-            figures.append(
-                (
-                    pace,
-                    table.reduced_bytes(0, layers) / layers / (np.inf if wire is None else wire.bandwidth_bytes_per_s),
-                )
-            )
-        pace, each_s = np.array(figures).T
+            wire = wires.between(kind.name, kind.name)
+            size = kind.table.reduced_bytes(0, layers) / layers
+            each.append(0.0 if wire is None else size / wire.bandwidth_bytes_per_s)
+        pace, each_s = 1 / np.maximum(sum(_passes(kinds)), _NO_TIME_S), np.array(each)
         own = runs * pace[chains]
         part = layers * pace[chains] / own.sum(axis=1, keepdims=True)  # of the layers, on a stage
         once = np.where(runs > 0, part * each_s[chains], 0.0).max(axis=1) * (1 - 1 / count)
-        stated = constants().stated
-        if not self.predictor.overlap:
-            return np.asarray(2 * once)
-        return np.asarray(exposed_s(once, _BACKWARD * tau, stated) + returned_s(once, stated))
+        return exposed_sync_s(self.predictor, once, once, tau)
+
+
+def _passes(kinds: Sequence[Kind]) -> tuple[Floats, Floats]:
+    """Seconds of all forwards and of all backwards of a micro-batch, on each kind."""
+    forward, backward = np.array([[own[-1] for own in kind.table.passes] for kind in kinds]).T
+    return forward, backward
 
 
 def _numbers(most: int, digits: int, count: int) -> Ints:

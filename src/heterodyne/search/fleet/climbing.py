@@ -21,11 +21,12 @@ from heterodyne.search.fleet.space import Space
 __all__ = ["Climbing"]
 
 _STARTS = 3  # mixes that are improved
+_STARTS_OF_FEW = 24
 _RESCHEDULED = 8  # mixes that are tried under the other schedules: the best, and those that could be if nothing waited
 _RESCHEDULED_OF_FEW = 60  # of the latter, on few devices
 _NEARLY = 1.15  # times the best, up to which a plan may be a start
 _NEARLY_OF_FEW = 1.3
-_PART_OF_MANY = 20  # of the work, where pipelines are long
+_PART_OF_MANY = 4  # of the work, where pipelines are long
 _Start = tuple[Mix, EvaluatedPlan, ScheduleName, tuple[ScheduleName, ...]]
 """What is improved, as which schedule it is, and the schedules that may be chosen on the way."""
 
@@ -41,13 +42,17 @@ class Climbing:
     columns: Sequence[Template]
     aim: Criterion
 
+    @property
+    def _starts(self) -> int:
+        return _STARTS_OF_FEW if self.rows.few else _STARTS
+
     def improved(self, best: EvaluatedPlan) -> EvaluatedPlan:
         """The best plan reached by climbing from the best mixes and from the best alike pipelines: the better start may lead to the worse
         end.
         """
         within = [(mix, w) for mix, w in self.ledger.evaluated.items() if self.aim.within(mix)]
         ranked = sorted(within, key=lambda entry: self.aim.score(entry[1]))
-        starts = dict(ranked[:_STARTS])
+        starts = dict(ranked[: self._starts])
         starts.update([entry for entry in ranked if len(entry[0]) == 1][:1])
         # Over many devices whole numbers hardly matter, and long pipelines take long to play.
         part = _PART_OF_MANY if self.predictor.fleet.devices > MANY_DEVICES else 1
@@ -55,7 +60,8 @@ class Climbing:
         return self._climbed(best, climbs, self.space.work // part)
 
     def rescheduled(self, best: EvaluatedPlan, schedules: tuple[ScheduleName, ...]) -> EvaluatedPlan:
-        """The best plan under schedules that are not tried first; interleaved ones with every number of virtual stages.
+        """The best plan under schedules that are not tried first; interleaved ones with every number of virtual stages, and on few devices
+        improved by climbing.
 
         Tried are the best known mix, then the others in ascending order of their lower bound.
         """
@@ -89,14 +95,22 @@ class Climbing:
         # To play orders takes longer the more stages there are; what pipelines wait is then a smaller part.
         work = self.space.work if small else self.space.work // _PART_OF_MANY
         limit = self.ledger.spent + work
+        found: dict[Mix, EvaluatedPlan] = {}
         for mix in dict.fromkeys(chain(known[:1], options)):
             if self.ledger.late() or self.ledger.spent > limit:
                 break
             if self._fewest_actions(mix, schedules[-1]) > work * ACTIONS:
                 continue
             weighed = self.ledger.evaluate(mix, self.aim.below_s(best, nearly), schedules)
-            if weighed is not None and self.aim.better(weighed, best):
+            if weighed is None:
+                continue
+            found[mix] = weighed
+            if self.aim.better(weighed, best):
                 best = weighed
+        if self.rows.few and not INTERLEAVED.isdisjoint(schedules):
+            starts = sorted(found.items(), key=lambda entry: self.aim.score(entry[1]))[: self._starts]
+            climbs = [(mix, start, start.plan.schedule, schedules) for mix, start in starts]
+            best = self._climbed(best, climbs, self.space.work)
         return best
 
     def _steady_s(self, mix: Mix) -> float:

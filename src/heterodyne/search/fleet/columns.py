@@ -74,13 +74,12 @@ class Columns:
 
     def _alone(self, options: Options, limits: Limits) -> list[int]:
         """The templates with the fastest step as alike pipelines."""
-        devices = options.devices
-        most = np.min(np.where(devices > 0, limits.room // np.maximum(1, devices), limits.room.max()), axis=1)
+        most = limits.most_of(options.devices)
         exchange_s = options.exchange_s(limits)
         found: dict[int, None] = {}
         count = limits.least
         shapes = 2 * _ALONE if self.few else _ALONE
-        while count <= min(int(most.max()), limits.most or count):
+        while count <= int(most.max()):
             fits = np.flatnonzero(most >= count)
             rounds: Floats = np.ceil(self.predictor.global_batch / (options.sizes[fits] * count))
             once_s = options.total_s[fits] + (exchange_s[fits] if count > 1 else 0.0)

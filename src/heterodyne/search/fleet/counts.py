@@ -35,13 +35,13 @@ class Limits:
     least: int = 1
     most: int | None = None
 
-    def most_of(self, devices: Ints) -> int:
-        """The largest number of pipelines that each take ``devices`` of each pool."""
-        counts = [int(room // need) for room, need in zip(self.room, devices, strict=True) if need]
+    def most_of(self, devices: Ints) -> Ints:
+        """The largest number of pipelines that each take ``devices`` of each pool. Shape [..., pools] to [...]."""
+        found: Ints = np.where(devices > 0, self.room // np.maximum(1, devices), self.room.max()).min(axis=-1)
         if self.prices is not None and np.isfinite(self.budget):
-            each = float(devices @ self.prices)
-            counts += [int(self.budget / each * (1 + 1e-9))] if each > 0 else []
-        return min([*counts, *([] if self.most is None else [self.most])])
+            each = np.maximum(devices @ self.prices, 1e-12)
+            found = np.minimum(found, self.budget * (1 + 1e-9) // each).astype(np.int64)
+        return found if self.most is None else np.minimum(found, self.most)
 
     def rows(self, devices: Ints) -> tuple[Floats, Floats]:
         """The matrix and right side of ``left @ counts <= right``."""

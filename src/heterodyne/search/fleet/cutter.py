@@ -11,14 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterodyne.cost.layers import Widths
-from heterodyne.search.fleet.alike import Places
 from heterodyne.search.fleet.arrays import Floats, Ints, between
 from heterodyne.search.fleet.counts import Limits
 from heterodyne.search.fleet.evaluated_plan import Mix, mix_of
 from heterodyne.search.fleet.plan import Template, TemplateStage
 from heterodyne.search.fleet.predict import Predictor
 
-__all__ = ["Cutter", "least_cut"]
+__all__ = ["Cutter", "Places", "least_cut"]
+
+Places = tuple[tuple[str, Widths, int], ...]
+"""Stages of a pipeline, those of a kind together: a pool, how each shares its work, and how many there are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class Cutter:
         need = np.zeros(len(pools), dtype=np.int64)
         for pool, widths in places:
             need[pools.index(pool)] += widths.devices
-        replicas = limits.most_of(need)
+        replicas = int(limits.most_of(need))
         if replicas < max(1, limits.least) or len(places) > layers:
             return
         rounds = ceil(self.predictor.global_batch / (size * replicas))

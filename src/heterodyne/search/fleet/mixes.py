@@ -40,31 +40,28 @@ class Mixes:
     _once: dict[Template, float] = field(default_factory=dict, repr=False)
 
     def _devices(self, columns: Sequence[Template]) -> Ints:
-        return np.array(
-            [[t.devices.get(pool.name, 0) for pool in self.predictor.fleet.pools] for t in columns], dtype=np.int64
-        )
+        """Of each pool. Shape [columns, pools]."""
+        pools = [pool.name for pool in self.predictor.fleet.pools]
+        used = [[template.devices.get(pool, 0) for pool in pools] for template in columns]
+        return np.array(used, dtype=np.int64).reshape(len(columns), len(pools))
 
     def alike(self, columns: Sequence[Template], limits: Limits, *, many: bool = False) -> list[Mix]:
         """Each column alone, as many replicas as possible. With ``many`` devices as often as it fits."""
         devices = self._devices(columns)
         found: dict[Mix, None] = {}
-        for template, own in zip(columns, devices, strict=True):
-            most = limits.most_of(own)
+        for template, most in zip(columns, limits.most_of(devices).tolist(), strict=True):
             for count in {most} if many else {*range(1, min(most, _ONE_BY_ONE) + 1), most // 2, most - 1, most}:
                 if limits.least <= count <= most and count > 0:
                     found[mix_of([(template, count)])] = None
         return list(found)
 
-    def unlike(
-        self, columns: Sequence[Template], limits: Limits, times: Times, known_s: float, *, many: bool
-    ) -> Iterator[Mix]:
-        """Integer counts over all columns that could finish before a known time.
-
-        ``many``: with many devices integer counts come close to the relaxation.
+    def unlike(self, columns: Sequence[Template], limits: Limits, times: Times | tuple[float, float]) -> Iterator[Mix]:
+        """Integer counts over all columns that could finish between two times, in seconds; or a little after the times of a relaxation, to
+        which they come close with many devices.
         """
         devices = self._devices(columns)
         most = [self._room(t, limits) for t in columns]
-        if many:
+        if isinstance(times, Times):
             none = [0.0] * len(columns)
             for later in _LATER:
                 seconds = later * times.about_s - times.shown_s
@@ -72,7 +69,7 @@ class Mixes:
                 yield mix_of(zip(columns, counts or [0] * len(columns), strict=True))
             return
         for once in ([0.0] * len(columns), self._once_s(columns)):
-            yield from self._bisected(columns, devices, once, most, limits, (times.bound_s, known_s))
+            yield from self._bisected(columns, devices, once, most, limits, times)
 
     def _capacity(
         self, columns: Sequence[Template], once: Sequence[float], most: Sequence[int], seconds: float
@@ -108,8 +105,7 @@ class Mixes:
         devices = self._devices(columns)
         once = self._once_s(columns)
         items = []
-        for number, (template, own) in enumerate(zip(columns, devices, strict=True)):
-            most = limits.most_of(own)
+        for number, (template, most) in enumerate(zip(columns, limits.most_of(devices).tolist(), strict=True)):
             counts = sorted({*range(1, min(most, _ONE_BY_ONE) + 1), *(most * n // 8 for n in range(1, 9))} - {0})
             layout = self.space.layouts[-1]
             top = self._room(template, limits)

@@ -55,6 +55,12 @@ class Neighbourhood:
                 yield mix_of((changed if t == template else t, n) for t, n in mix)
                 if count > 1:
                     yield mix_of([*_less(mix, template), (changed, 1)])
+        for template, count in mix:
+            if count > 1:
+                for joined in self._sharing(template, 2, shared):
+                    yield mix_of([*_less(_less(mix, template), template), (joined, 1)])
+            for part in self._sharing(template, 0.5, shared):
+                yield mix_of([*_less(mix, template), (part, 2)])
         for template, _ in mix:
             fewer = _less(mix, template)
             if fewer:
@@ -98,6 +104,8 @@ class Neighbourhood:
         if len({home.pool for home in template.homes}) > 1 and len(template.stages) <= _FEW:
             turned = _turned(template)
             yield from dict.fromkeys((turned, self._fitted(turned, shared)))
+        if template.chunks > 1:
+            yield from self._within_places(template)
         yield from self._rewidened(template, shared)
         for size in self.sizes:
             if size != template.micro_batch:
@@ -120,6 +128,32 @@ class Neighbourhood:
                     yield replace(template, stages=moved)
                     if self.recompute:
                         yield self._fitted(replace(template, stages=moved), shared)
+
+    def _sharing(self, template: Template, times: float, shared: Shared) -> list[Template]:
+        """Two such pipelines as one that shares their micro-batches (``times`` 2), or half of one that does (0.5)."""
+        if any(number * times % 1 for number in (template.micro_batch, *(home.data for home in template.homes))):
+            return []
+        stages = tuple(replace(stage, data=int(stage.data * times)) for stage in template.stages)
+        made = replace(template, micro_batch=int(template.micro_batch * times), stages=stages)
+        offered = all(home.widths in self.widths(home.pool, made.micro_batch) for home in made.homes)
+        made = self._fitted(made, shared)
+        return [made] if offered and self._known(made) else []
+
+    def _within_places(self, template: Template) -> Iterator[Template]:
+        """A layer more in one stage of a place and a layer less in its next one: every border between them moves."""
+        stages, places = template.stages, template.places
+        for first in range(len(stages) - places):
+            for by in (-1, 1):
+                starts = [s.start + by * (first < number <= first + places) for number, s in enumerate(stages)]
+                stops = [*starts[1:], stages[-1].stop]
+                if all(start < stop for start, stop in zip(starts, stops, strict=True)):
+                    yield replace(
+                        template,
+                        stages=tuple(
+                            replace(s, start=start, stop=stop)
+                            for s, start, stop in zip(stages, starts, stops, strict=True)
+                        ),
+                    )
 
     def _rewidened(self, template: Template, shared: Shared) -> Iterator[Template]:
         """Other widths for the same devices, for runs of alike stages at once; with few stages for each by itself too."""

@@ -13,13 +13,13 @@ from heterodyne.predictor.constants import constants
 from heterodyne.predictor.overlap import exposed_s, returned_s
 from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.counts import Limits, best_per_devices, capacities, relaxed, shortest_s
-from heterodyne.search.fleet.pipeline_table import MANY_DEVICES
+from heterodyne.search.fleet.pipeline_table import MANY_DEVICES, PipelineTable
 from heterodyne.search.fleet.pipeline_templates import PipelineTemplates
 from heterodyne.search.fleet.plan import Template
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.tables import Table
 
-__all__ = ["Options", "Times", "shown_s"]
+__all__ = ["Options", "Times", "anyhow", "exposed_sync_s", "shown_s"]
 
 _QUANTILES = (1.0, 0.7, 0.5, 0.35, 0.2, 0.1, 0.05)  # of what shows with each shape, up to which shapes are looked at
 _BACKWARD = 2 / 3  # about so much of a stage's work
@@ -108,15 +108,8 @@ class Options:
 
     def within(self, which: NDArray[np.bool_]) -> Options:
         """Some of them."""
-        return replace(
-            self,
-            longest_s=self.longest_s[which],
-            total_s=self.total_s[which],
-            sizes=self.sizes[which],
-            stages=self.stages[which],
-            devices=self.devices[which],
-            numbers=self.numbers[which],
-        )
+        arrays = "longest_s", "total_s", "sizes", "stages", "devices", "numbers"
+        return replace(self, **{name: getattr(self, name)[which] for name in arrays})
 
     def exchange_s(self, limits: Limits) -> Floats:
         """See `shown_s`; with few devices, each with its part of the layers, all that they sync."""
@@ -141,6 +134,13 @@ class Options:
         return list(dict.fromkeys(template for row in chosen for template in made[row]))
 
 
+def anyhow(rows_of: PipelineTable, limits: Limits) -> list[Times]:
+    """Times of all that fits in any number of pipelines."""
+    huge = rows_of.predictor.fleet.devices > MANY_DEVICES
+    every = (Options.of(rows_of.predictor, rows).times(limits, exchanged=huge) for rows in rows_of.anyhow() if rows)
+    return [times for times in every if times is not None]
+
+
 def shown_s(predictor: Predictor, stages: Ints, devices: Ints, longest_s: Floats, limits: Limits) -> Floats:
     """Estimated exposed seconds of gradient and parameter sync of pipelines of so many stages, beside others in these pools."""
     fleet, table = predictor.fleet, _some_table(predictor)
@@ -153,11 +153,16 @@ def shown_s(predictor: Predictor, stages: Ints, devices: Ints, longest_s: Floats
     on_node = np.where(devices > 0, np.maximum(1, places // np.minimum(times, places)), 1).max(axis=1)
     part = np.minimum(1.0, on_node * np.ceil(layers / stages) / layers)
     each: Floats = _links_s(fleet)[limits.room > 0].max(initial=0.0) * part
-    stated = constants().stated
+    return exposed_sync_s(predictor, gradients * each, updated * each, longest_s)
+
+
+def exposed_sync_s(predictor: Predictor, gradients_s: Floats, updated_s: Floats, longest_s: Floats) -> Floats:
+    """Estimated exposed seconds of what takes so long if nothing hides it. ``longest_s``: of a micro-batch on the bottleneck stage."""
     if not predictor.overlap:
-        return (gradients + updated) * each
-    shown = exposed_s(gradients * each, _BACKWARD * longest_s, stated)
-    return shown + returned_s(updated * each, stated)
+        return gradients_s + updated_s
+    stated = constants().stated
+    shown: Floats = exposed_s(gradients_s, _BACKWARD * longest_s, stated) + returned_s(updated_s, stated)
+    return shown
 
 
 def _some_table(predictor: Predictor) -> Table:

@@ -1,7 +1,8 @@
 """The search for the best plan over a fleet.
 
-1. Plans of alike pipelines are enumerated by an estimate; the best are cut exactly and played (`alike`, `cutter`).
-2. A lower bound on any plan (`cover`, `fractional_bound`): when a plan is close enough to it, the search ends.
+1. Plans of alike pipelines are enumerated by an estimate; the best are cut exactly and played (`alike`, `cutter`). Over many devices this
+comes after step 5, for each set of pools, and mixes of all that is known by then are counted again.
+2. A lower bound on any plan (`cover`, `lower_bound`): when a plan is close enough to it, the search ends.
 3. For every micro-batch size, and with state sharded over more and more pipelines: the templates that fit (`pipeline_templates`). The
 relaxed knapsack over them selects those that matter.
 4. Integer replica counts of these, for step times between the lower bound and the best known (`counts`).
@@ -27,15 +28,14 @@ from heterodyne.search.fleet.arrays import Floats
 from heterodyne.search.fleet.climbing import Climbing
 from heterodyne.search.fleet.columns import Columns
 from heterodyne.search.fleet.counts import Limits
-from heterodyne.search.fleet.cover import Cover
 from heterodyne.search.fleet.criterion import Criterion, Score
 from heterodyne.search.fleet.cutter import Cutter
 from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, Mix
-from heterodyne.search.fleet.fractional_bound import fractional_bound_s
 from heterodyne.search.fleet.kinds import fastest
 from heterodyne.search.fleet.ledger import Ledger
+from heterodyne.search.fleet.lower_bound import lower_bound_s
 from heterodyne.search.fleet.mixes import Mixes
-from heterodyne.search.fleet.options import Options, Times
+from heterodyne.search.fleet.options import Options, Times, anyhow
 from heterodyne.search.fleet.pipeline_table import MANY_DEVICES, PipelineTable
 from heterodyne.search.fleet.plan import SPLIT, ScheduleName, Template
 from heterodyne.search.fleet.predict import Predictor
@@ -47,6 +47,8 @@ __all__ = ["Search"]
 
 _ENOUGH = 1.01  # times what no plan can beat, at which a search ends
 _CLEARLY = 0.9
+_OVER_POOLS = 4096  # devices, up to which alike pipelines over each set of pools were in better plans
+_EACH = 2  # over each set of pools
 _WAYS = ((1.0, 1.0), (1.0, 1.1))  # to compare shapes (see `Columns`)
 _WAYS_OF_FEW = ((0.0, 1.0), (1.0, 1.0), (0.0, 1.1), (1.0, 1.25))
 _WAYS_OF_MANY = ((0.0, 1.0), (0.0, 1.1))  # the shapes are those with which little shows
@@ -87,11 +89,6 @@ class Search:
         return PipelineTable(predictor=self.predictor, space=self.space)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Of micro-batches, those of which something is known."""
-        return self.rows.sizes
-
-    @property
     def fleet(self) -> Fleet:
         return self.predictor.fleet
 
@@ -103,7 +100,7 @@ class Search:
     def _chosen(self) -> Columns:
         few = self.rows.few
         ways = _WAYS_OF_FEW if few else _WAYS_OF_MANY if self.fleet.devices > MANY_DEVICES else _WAYS
-        return Columns(predictor=self.predictor, sizes=self.sizes, most=self.space.columns, few=few, ways=ways)
+        return Columns(predictor=self.predictor, sizes=self.rows.sizes, most=self.space.columns, few=few, ways=ways)
 
     @cached_property
     def _cutter(self) -> Cutter:
@@ -149,13 +146,16 @@ class Search:
                 self.ledger.evaluate(mix, schedules=self.space.plain_schedules)
 
     def _run(self, aim: Criterion) -> EvaluatedPlan | None:
-        # Over many devices pipelines are longer than what is enumerated, and all alike they leave too many over.
-        best = None if self.fleet.devices > MANY_DEVICES else self._alike(aim)
-        self._bound(self._limits(1, aim), best)
+        columns: dict[Template, None] = {}
+        best = None if self.fleet.devices > MANY_DEVICES else self._alike(None, {}, aim)
+        self.bound_s = min(self.bound_s, lower_bound_s(self.rows, self._limits(1, aim), best))
         if self._enough(best, aim):
             return best
-        columns: dict[Template, None] = {}
         best = self._mixed(best, columns, aim)
+        if MANY_DEVICES < self.fleet.devices <= _OVER_POOLS and not self.ledger.late():
+            # These are shorter than those for which one pool has memory, so more fit and fewer devices are left over.
+            best = self._alike(best, columns, aim)
+            best = self._counted(list(columns), self._limits(1, aim), best, aim)
         if best is None or self._enough(best, aim):
             return best
         if self.space.schedules != self.space.first_schedules and not self.ledger.late():
@@ -189,8 +189,10 @@ class Search:
         for zero, shards in self.rows.levels():
             if self.ledger.late() or (huge and best is not None and budgetless and columns):
                 break
-            if many and max(zero) > 1 and best is not None and self._about_s(aim) >= _CLEARLY * about_s:
-                break
+            if many and max(zero) > 1 and best is not None:
+                anyhow_s = (times.about_s for times in anyhow(self.rows, self._limits(1, aim)))
+                if min(anyhow_s, default=inf) >= _CLEARLY * about_s:
+                    break
             limits = self._limits(shards, aim)
             rows = self.rows.of(zero, shards, least=shards)
             if not rows:
@@ -207,49 +209,44 @@ class Search:
             columns.update(dict.fromkeys(self._chosen.of(times.options, limits, times.pipelines_s)))
             own = list(columns)
             best = self._played(self._mixes.alike(own, limits, many=huge), best, aim, self.space.first_schedules)
-            known_s = 1e3 * times.about_s if best is None else best.predicted.step_s
-            own = self._mixes.worth_most(own, limits, known_s)
-            mixes = list(dict.fromkeys(self._mixes.unlike(own, limits, times, known_s, many=huge)))
-            best = self._played(mixes, best, aim, self.space.first_schedules)
-            if best is not None:
-                pairs = self._mixes.pairs(own, limits, best.predicted.step_s)
-                best = self._played(pairs, best, aim, self.space.first_schedules)
+            best = self._counted(own, limits, best, aim, times)
         return best
 
-    def _alike(self, aim: Criterion) -> EvaluatedPlan | None:
-        """The best plan of alike pipelines, with the lowest ZeRO level that fits."""
-        best: EvaluatedPlan | None = None
-        limits = self._limits(1, aim)
+    def _counted(
+        self,
+        columns: Sequence[Template],
+        limits: Limits,
+        best: EvaluatedPlan | None,
+        aim: Criterion,
+        times: Times | None = None,
+    ) -> EvaluatedPlan | None:
+        """The best mix of whole numbers of columns, and what is known. ``times``: of mixes of them."""
+        if not columns:
+            return best
+        bound_s, about_s = (self.bound_s, self.bound_s) if times is None else (times.bound_s, times.about_s)
+        known_s = 1e3 * about_s if best is None else best.predicted.step_s
+        own = self._mixes.worth_most(columns, limits, known_s)
+        huge = self.fleet.devices > MANY_DEVICES
+        mixes = self._mixes.unlike(own, limits, times if huge and times else (bound_s, known_s))
+        best = self._played(list(dict.fromkeys(mixes)), best, aim, self.space.first_schedules)
+        if best is not None:
+            pairs = self._mixes.pairs(own, limits, best.predicted.step_s)
+            best = self._played(pairs, best, aim, self.space.first_schedules)
+        return best
+
+    def _alike(self, best: EvaluatedPlan | None, columns: dict[Template, None], aim: Criterion) -> EvaluatedPlan | None:
+        """The best of alike pipelines at the lowest ZeRO level that fits, and of what is known. All are added to the columns."""
+        limits, many = self._limits(1, aim), self.fleet.devices > MANY_DEVICES
+        kinds = {size: fastest(own) for size, own in self.rows.worthwhile().items()}
         for zero in dict.fromkeys((self.rows.low, max(self.space.zero))):
             alike = Alike(predictor=self.predictor, space=self.space, zero=zero, limits=limits)
-            kinds = {size: fastest(own) for size, own in self.rows.worthwhile().items()}
-            found = alike.best(kinds, self.space.columns)
-            cut = (mix for size, places in found for mix in self._cutter.cut(places, size, zero, limits))
-            best = self._played(list(dict.fromkeys(cut)), best, aim, self.space.plain_schedules)
+            found = alike.best(kinds, _EACH if many else self.space.columns, by_pools=many)
+            cut = dict.fromkeys(mix for size, places in found for mix in self._cutter.cut(places, size, zero, limits))
+            columns.update((template, None) for mix in cut for template, _ in mix)
+            best = self._played(list(cut), best, aim, self.space.plain_schedules)
             if best is not None:
                 break
         return best
-
-    def _bound(self, limits: Limits, best: EvaluatedPlan | None) -> None:
-        """Computes the lower bound. ``best``: a known plan."""
-        least = fractional_bound_s(self.rows, limits)
-        cover = Cover.of(self.rows, limits) if self.fleet.devices <= MANY_DEVICES else None
-        if least == inf or (cover is None and self.fleet.devices <= MANY_DEVICES):
-            # Whatever fits does so at some level, with state in as many parts as there can be pipelines.
-            least = min([least, *(times.bound_s for times in self._anyhow(limits))])
-        if cover is not None and best is not None:
-            covered = cover.bound_s(best)
-            least = covered if least == inf else max(least, covered)
-        self.bound_s = min(self.bound_s, least)
-
-    def _about_s(self, aim: Criterion) -> float:
-        """Estimated step time of the best plan by relaxation, at any level."""
-        return min((times.about_s for times in self._anyhow(self._limits(1, aim))), default=inf)
-
-    def _anyhow(self, limits: Limits) -> list[Times]:
-        huge = self.fleet.devices > MANY_DEVICES
-        every = (Options.of(self.predictor, rows).times(limits, exchanged=huge) for rows in self.rows.anyhow() if rows)
-        return [times for times in every if times is not None]
 
     def _limits(self, shards: int, aim: Criterion) -> Limits:
         room = np.array([pool.devices for pool in self.fleet.pools], dtype=np.int64)

@@ -151,6 +151,30 @@ def test_a_search_that_is_asked_to_stop_gives_the_best_so_far_and_has_told_of_it
         assert planned.best.predicted.step_s <= told[-1]
 
 
+def test_twice_the_devices_do_twice_the_batch_in_the_same_time() -> None:
+    """Every pipeline twice: only rings are a little longer. Of 640 devices those of one kind alone have memory for long pipelines only."""
+    costs = _costs(layers=("embedding", *["block"] * 30, "head"), weights=1.0, kept=0.3)
+    once, twice = (
+        _planner(
+            _pool("fast", 50 * times, memory=12), _pool("slow", 110 * times, memory=8), costs=costs, samples=256 * times
+        ).plan()
+        for times in (1, 2)
+    )
+    assert twice.best.predicted.step_s <= 1.01 * once.best.predicted.step_s
+
+
+def test_no_step_is_bounded_to_less_than_one_sample_takes_through_all_layers() -> None:
+    """However many devices there are: only for the gradients of weights nothing waits, half of a backward here."""
+    fleet, costs = Fleet(name="f", pools=(_pool("fast", 300),)), _costs(handed=0.0)
+    own = [costs.cost("fast", layer, widths, 1) for widths in costs.widths("fast") for layer in costs.layers]
+    layers = [cost.forward_s + cost.backward_s / 2 for cost in own if cost is not None]
+    waits = (sum(layers[: len(costs.layers)]), sum(layers[len(costs.layers) :]))
+    planned = FleetPlanner(fleet=fleet, costs=costs, global_batch=1).plan(
+        space=Space(schedules=("ZBH1", "Interleaved1F1B"))
+    )
+    assert 0.99 * min(waits) <= planned.bound_s <= planned.best.predicted.step_s
+
+
 def test_a_smaller_space_is_never_faster() -> None:
     for number in range(2):
         fleet, costs, samples = drawn(random.Random(number), devices=4, blocks=4)
@@ -300,7 +324,7 @@ def test_more_devices_of_the_same_kinds_are_no_slower_and_add_no_shapes() -> Non
     assert one is not None
     assert other is not None
     assert other.predicted.step_s <= one.predicted.step_s * (1 + 1e-9)
-    for size in few.sizes:
+    for size in few.rows.sizes:
         a, b = (
             shapes(s.fleet, {size: s.rows.kinds(size)}, global_batch=64, sharing=Sharing(), space=s.space).get(size)
             for s in (few, many)
