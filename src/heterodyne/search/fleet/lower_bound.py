@@ -47,9 +47,11 @@ def fractional_bound_s(rows_of: PipelineTable, limits: Limits) -> float:
     if INTERLEAVED.isdisjoint(rows_of.space.schedules) or rows_of.space.max_chunks < 2:
         return inf
     work = _work_of(rows_of, limits)
-    low = high = work(inf)
-    while work(high) > high * (1 + _CLOSE):
-        low, high = high, 2 * high
+    low = work(inf)
+    high = work(low)
+    while high == inf and low < inf:
+        found = work(2 * low)
+        low, high = (2 * low, found) if found > 2 * low else (low, 2 * low)
     while high - low > _CLOSE * high:
         middle = (low + high) / 2
         low, high = (middle, high) if work(middle) > middle else (low, middle)
