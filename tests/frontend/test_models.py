@@ -31,6 +31,7 @@ from frontend.captured_models import capture_of, captured_case
 from frontend.tiny_models import CASES, MORE, build, fresh
 from heterodyne.frontend import BlockProgram, Captured, capture, loss_of
 from heterodyne.graph import ModelGraph, crossings
+from heterodyne.graph.cut import mixing_samples
 
 CONTRACTIONS = ("linear", "matmul", "mm", "bmm", "addmm", "conv", "scaled_dot", "einsum")
 # Traced, Transformers gives these an explicit mask, and with it repeats keys and values; eager it leaves both to the kernel.
@@ -332,6 +333,7 @@ def test_what_crosses_is_what_it_says_and_what_the_planner_expects(name: str) ->
     assert [(v.name, v.producer, v.consumers) for v in sent] == [
         (c.name, c.producer, c.consumers) for c in crossings(captured.graph, starts)
     ]
+    assert {v.name for v in sent if not v.ordered} == {v.name for v in sent} & mixing_samples(captured.graph)
     for index, (program, made) in enumerate(zip(pipeline.programs, done.made, strict=True)):
         assert all(value.producer == index for value in program.sends)
         assert program.receives == tuple(value for value in sent if index in value.consumers)
@@ -348,6 +350,8 @@ def test_samples_are_cut_out_of_what_crosses_as_it_says(name: str) -> None:
     starts = list(range(0, len(captured.graph.ops), 5))
     programs = programs_of(captured, starts)
     pipeline = Pipeline(programs, [program.bind(model, CPU) for program in programs])
+    sent = [value for program in programs for value in program.sends]
+    assert {v.name for v in sent if not v.ordered} == {v.name for v in sent} & mixing_samples(captured.graph)
     whole = pipeline.forward(batch, 3)
     part = pipeline.forward(sliced(batch, slice(1, 3)), 2)
     for program, of_whole, of_part in zip(programs, whole.made, part.made, strict=True):

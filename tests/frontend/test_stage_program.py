@@ -29,8 +29,13 @@ from frontend.by_hand import (
 )
 from frontend.captured_models import captured_case
 from frontend.tiny_models import fresh
+from heterodyne.cluster import Cluster, Device
 from heterodyne.errors import CaptureError, DataError, PlanError
 from heterodyne.frontend import Captured, trace
+from heterodyne.graph.cut import mixing_samples
+from heterodyne.plan.check import violations
+from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.plan.plan import Layout, Pipeline, Plan, Region, Stage
 from heterodyne.runtime.exact.dropout import SampleDropout
 from heterodyne.runtime.exact.interception import Interception
 
@@ -292,6 +297,18 @@ def test_samples_that_lie_behind_another_dim_cannot_be_cut_out() -> None:
     last = next(i for i, op in enumerate(captured.graph.ops) if op.target == "aten.view.default")
     behind, before = captured.stage(0, last, starts=[0, last]).sends
     assert [(v.batch_dim, v.rows_a_sample, v.ordered) for v in (behind, before)] == [(0, 5, False), (0, 5, True)]
+    assert mixing_samples(captured.graph) & {behind.name, before.name} == {behind.name}
+    stages = tuple(
+        Stage(ops=ops, devices=devices, regions=(Region(layout=Layout(shares=(1,) * len(devices))),))
+        for ops, devices in (((0, last), ("a", "b")), ((last, len(captured.graph.ops)), ("c",)))
+    )
+    shared = Pipeline(micro_batches=MicroBatches((3,)), stages=stages)
+    plan = Plan(global_batch_size=3, pipelines=(shared,))
+    devices = (Device(id=name, kind="CPU", node="n", memory_bytes=2**30, backend="cpu") for name in "abc")
+    machine = Cluster(name="c", devices=tuple(devices), links=())
+    said = " ".join(violations(plan, captured.graph, machine))
+    assert f"sends {behind.name} (" in said
+    assert f"sends {before.name} (" not in said
 
 
 class Regions(nn.Module):

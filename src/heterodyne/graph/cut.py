@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from heterodyne.graph.ir import ModelGraph, Op, TensorSpec
 from heterodyne.graph.size import Size
 
-__all__ = ["Crossing", "Value", "computed_again", "crossings", "stage_ops"]
+__all__ = ["Crossing", "Value", "computed_again", "crossings", "mixing_samples", "stage_ops"]
 
 _FLOPS_A_BYTE = 64  # to send a byte over a fast link takes longer than so many operations take on a slow device
 
@@ -95,6 +95,23 @@ def crossings(graph: ModelGraph, starts: Sequence[int]) -> tuple[Crossing, ...]:
         )
         for source in sorted(readers)
     )
+
+
+def mixing_samples(graph: ModelGraph) -> frozenset[str]:
+    """The ops of whose outputs no samples can be cut out, though they are made of them: a mean over all, samples behind another dim.
+
+    What is made of no sample is the same for all of them. Ops of which the graph does not tell where samples lie are left out.
+    """
+    of_samples = {given.name for given in graph.inputs if given.batch_dim is not None}
+    found = set()
+    for op in graph.ops:
+        if of_samples.isdisjoint(op.inputs):
+            continue
+        of_samples.add(op.name)
+        for dim, spec in zip(op.samples, op.outputs, strict=False):
+            if dim is None and (any(op.differentiable) or not all(size.is_constant for size in spec.shape)):
+                found.add(op.name)
+    return frozenset(found)
 
 
 def computed_again(graph: ModelGraph) -> frozenset[str]:

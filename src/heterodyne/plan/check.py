@@ -8,6 +8,7 @@ from math import prod
 
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import PlanError
+from heterodyne.graph.cut import crossings, mixing_samples
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.capabilities import FEATURES, Capabilities, has_shares, uses
 from heterodyne.plan.check_mesh import faults_of_mesh
@@ -99,7 +100,7 @@ def _of_stages(plan: Plan, graph: ModelGraph) -> list[str]:
     for number, pipeline in enumerate(plan.pipelines):
         where = f"pipeline {number}"
         cuts = _of_cuts(pipeline, graph)
-        broken += [f"{where} {fault}" for fault in cuts]
+        broken += [f"{where} {fault}" for fault in cuts or _of_borders(pipeline, graph)]
         try:
             orders_of(plan.schedule, pipeline)
         except PlanError as error:
@@ -164,6 +165,25 @@ def _of_cuts(pipeline: Pipeline, graph: ModelGraph) -> list[str]:
             )
     if reached != len(graph.ops):
         broken.append(f"ends at op {reached}, the model has {len(graph.ops)}: the last stage runs to its end")
+    return broken
+
+
+def _of_borders(pipeline: Pipeline, graph: ModelGraph) -> list[str]:
+    """What crosses between places of which one has several devices is cut by samples: they lie in order in one of its dims."""
+    if all(len(devices) == 1 for devices in pipeline.places):
+        return []
+    home, stages = pipeline.place_of_stage, pipeline.stages
+    mixed = mixing_samples(graph)
+    broken = []
+    for crossing in crossings(graph, [stage.ops[0] for stage in stages]):
+        op = graph.op_by_name[crossing.name]
+        for reader in crossing.consumers if op.name in mixed else ():
+            devices = len(stages[crossing.producer].devices) + len(stages[reader].devices)
+            if home[crossing.producer] != home[reader] and devices > 2:
+                broken.append(
+                    f"sends {op.name} ({op.source or op.target}) from stage {crossing.producer} to stage {reader}, and samples cannot be "
+                    "cut out of it: give both stages one device each, or cut elsewhere"
+                )
     return broken
 
 
