@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from heterodyne.cli import main
+from heterodyne.cluster.profile import PROFILE_VERSION
 from multiprocess.cli_job import make_place
 
 FILES = {
@@ -25,7 +27,7 @@ FILES = {
     "lossless.py": "from torch import nn\nclass M(nn.Module):\n    def forward(self, input_ids, labels): return None\nbuild = M\n",
     "text.json": "{oops",
     "many.yaml": "name: many\nnodes: [{name: here, devices: [{kind: cpu, count: 100000, memory: 1 GiB}]}]\n",
-    "profile.json": '{"version": 8, "key": "x", "devices": {}, "links": [], "kinds": {}}',
+    "profile.json": json.dumps({"version": PROFILE_VERSION, "key": "x", "devices": {}, "links": [], "kinds": {}}),
     "old.json": '{"version": 0}',
 }  # fmt: skip
 TRAIN = ("train", "job.yaml")
