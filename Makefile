@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
-.PHONY: setup train test compat fuzz check bench docs clean
+.PHONY: setup train test compat compat-torch fuzz check bench docs clean
 
 setup: $(STAMP)
 
@@ -41,6 +41,15 @@ compat:
 	@$(VENV)-oldest/bin/pip install --quiet --constraint $(VENV)-oldest/constraints.txt --editable '.[dev]' $(OLDEST)
 	$(VENV)-oldest/bin/python -m pytest tests/multiprocess/test_huggingface_trainer.py tests/multiprocess/test_accelerate_loop.py \
 		tests/multiprocess/test_lightning.py < /dev/null
+
+# Capture and runtime with another torch, in an environment of its own.
+TORCH := 2.11.0
+compat-torch:
+	@test -x $(VENV)-torch-$(TORCH)/bin/python || $(PYTHON) -m venv $(VENV)-torch-$(TORCH)
+	@grep -v '^torch==' constraints.txt > $(VENV)-torch-$(TORCH)/constraints.txt
+	@$(VENV)-torch-$(TORCH)/bin/pip install --quiet --constraint $(VENV)-torch-$(TORCH)/constraints.txt torch==$(TORCH)
+	@$(VENV)-torch-$(TORCH)/bin/pip install --quiet --constraint $(VENV)-torch-$(TORCH)/constraints.txt --editable '.[dev]'
+	$(VENV)-torch-$(TORCH)/bin/python -m pytest --numprocesses 2 --dist loadscope tests/frontend tests/runtime < /dev/null
 
 # The random tests with new seeds, round after round, until Ctrl-C. TESTS confines them; HETERODYNE_FUZZ_SEED=N runs one round again.
 fuzz: setup

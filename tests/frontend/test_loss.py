@@ -183,6 +183,8 @@ def loss_of_part(captured: Captured, net: Net, part: dict[str, Tensor], whole: T
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_parts_add_up_to_the_whole(name: str) -> None:
+    if name == "probabilities as target" and torch.__version__ < "2.12":
+        pytest.skip("the export of this torch takes the batch size for fixed there: refused")
     loss, expected = KNOWN[name]
     net, captured = capture_net(loss)
     assert captured.graph.loss == expected

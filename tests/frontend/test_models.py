@@ -56,6 +56,8 @@ def test_flops_are_those_that_torch_counts(case: str, captured: Captured) -> Non
     model, batch = fresh(case)
     if case == "mixtral":
         pytest.skip("torch counts the experts of Transformers' own operator as nothing")
+    if case == "llama" and torch.__version__ < "2.12":
+        pytest.skip("this torch cannot count attention with fewer heads of keys than of queries")
     with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
         loss = loss_of(model(**batch))
         forward = counter.get_total_flops()

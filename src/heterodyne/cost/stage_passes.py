@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, NamedTuple
 
-from heterodyne.cluster.catalog import find
-from heterodyne.cluster.spec import Cluster, Device
+from heterodyne.cluster.spec import Cluster
 from heterodyne.cost.backward_split import BackwardSplit
 from heterodyne.cost.compute import Compute, Pass
+from heterodyne.cost.machine_balance import flops_per_byte
 from heterodyne.cost.memory import DeviceMemory
 from heterodyne.cost.recipe import Recipe
 from heterodyne.cost.recomputation import RecomputedPart, parts_again
@@ -17,21 +17,27 @@ from heterodyne.cost.stage import StageCosts
 from heterodyne.graph.cut import crossings
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.graph.size import ZERO, Size
-from heterodyne.plan.precision import Precision, precision_of
+from heterodyne.plan.precision import precision_of
 
 __all__ = ["StagePasses"]
 
 Ops = tuple[int, int]
-_COUNTED: Final = (
-    "forward_s", "backward_s", "input_s", "weight_s", "halved_forward_s", "recompute_s",
-    "kept_bytes", "recomputed_bytes", "redone_bytes", "weight_bytes", "gradient_bytes",
-)  # fmt: skip
-"""The fields of `StageCosts` that follow the micro-batch."""
-_FLOPS_PER_BYTE_OF_CPUS: Final = 8.0
-"""A core with AVX2 or AVX-512 does 50 to 200 billion operations a second in single precision, and has 10 to 20 GB/s of memory."""
 
-_FLOPS_PER_BYTE_OF_OTHERS: Final = 60.0
-_PEAKS: Final = {"fp32": ("fp32", "tf32"), "bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "bf16", "fp32")}
+
+class _OfMicroBatch(NamedTuple):
+    """What `StageCosts` has for each micro-batch, by the names of its fields; of none nothing."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    input_s: float = 0.0
+    weight_s: float = 0.0
+    halved_forward_s: float = 0.0
+    recompute_s: float = 0.0
+    kept_bytes: int = 0
+    recomputed_bytes: int = 0
+    redone_bytes: int = 0
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +78,9 @@ class StagePasses:
         # What crosses into the stage is there already, as what crosses; but of several micro-batches its gradients wait besides.
         since = ops[0] if sum(size > 0 for size in sizes) == 1 else 0
         made = {size: self._passes(device, ops, size, again, entering, leaving, since) for size in set(sizes)}
-        columns: dict[str, Any] = {name: tuple(made[size][name] for size in sizes) for name in _COUNTED}
+        columns: dict[str, Any] = {
+            name: tuple(getattr(made[size], name) for size in sizes) for name in _OfMicroBatch._fields
+        }
         return StageCosts(**columns)
 
     def _passes(
@@ -84,8 +92,8 @@ class StagePasses:
         entering: Size,
         leaving: Size,
         since: int,
-    ) -> dict[str, Any]:
-        """A value for each of `_COUNTED`. ``since``: the op from which on what is read again counts as kept for that."""
+    ) -> _OfMicroBatch:
+        """``since``: the op from which on what is read again counts as kept for that."""
         compute, memory = self.compute[device], self.memory[device]
 
         def seconds(kind: Pass, part: Ops) -> float:
@@ -95,26 +103,26 @@ class StagePasses:
             return round(tensors) + memory.lost(tensors)
 
         if size == 0:
-            return dict.fromkeys(_COUNTED, 0)
+            return _OfMicroBatch()
         dropped = [memory.activations(size, part.ops) for part in again]
         inputs = sum(self._read_by(part.ops, since)(size) for part in again)
         inputs += sum(a.kept_bytes(self.graph, size, saved) for a, saved in zip(again, dropped, strict=True))
         made_again = [self.beside(part.ops, ops, size) for part in again]
         crossing = entering(size) + leaving(size)
         kept = max(0, memory.activations(size, ops) - sum(dropped)) + inputs + crossing
-        return {
-            "forward_s": seconds("F", ops),
-            "backward_s": seconds("B", ops),
-            "input_s": seconds("I", ops),
-            "weight_s": seconds("W", ops),
-            "halved_forward_s": seconds("H", ops),
-            "recompute_s": sum(self.again_s(device, part, size) for part in again),
-            "kept_bytes": with_loss(kept),
-            "recomputed_bytes": with_loss(sum(dropped)),
-            "redone_bytes": with_loss(max((a + b for a, b in zip(dropped, made_again, strict=True)), default=0)),
-            "weight_bytes": with_loss(self.halves.weight_bytes(*ops)(size)),
-            "gradient_bytes": with_loss(crossing),
-        }
+        return _OfMicroBatch(
+            forward_s=seconds("F", ops),
+            backward_s=seconds("B", ops),
+            input_s=seconds("I", ops),
+            weight_s=seconds("W", ops),
+            halved_forward_s=seconds("H", ops),
+            recompute_s=sum(self.again_s(device, part, size) for part in again),
+            kept_bytes=with_loss(kept),
+            recomputed_bytes=with_loss(sum(dropped)),
+            redone_bytes=with_loss(max((a + b for a, b in zip(dropped, made_again, strict=True)), default=0)),
+            weight_bytes=with_loss(self.halves.weight_bytes(*ops)(size)),
+            gradient_bytes=with_loss(crossing),
+        )
 
     def again_s(self, device: str, part: RecomputedPart, size: int) -> float:
         """Seconds of recomputing a part, per micro-batch."""
@@ -127,7 +135,7 @@ class StagePasses:
     def balance(self, device: str) -> float:
         """The machine balance of a device: FLOPs per byte."""
         each = self.cluster.device(device)
-        return _operations_a_byte(each, precision_of(self.recipe.precision, each.kind))
+        return flops_per_byte(each, precision_of(self.recipe.precision, each.kind))
 
     def beside(self, part: Ops, ops: Ops, size: int) -> float:
         """Bytes that a recomputed part holds beside its own activations: its outputs, which still exist from the first forward, and their
@@ -158,17 +166,3 @@ class StagePasses:
         here = self.graph.ops[ops[0] : ops[1]]
         early = {name for op in here if not self.halves.waits(op) for name in op.parameters}
         return sum(size for name, size in gradients.items() if name in early)
-
-
-def _operations_a_byte(device: Device, precision: Precision) -> float:
-    """FLOPs in the time in which its memory moves a byte, from the datasheet where the catalog has one.
-
-    An op takes the longer of its FLOPs and its memory traffic (Williams, Waterman and Patterson, "Roofline", CACM 2009). This only divides
-    the measured seconds of a block over its ops.
-    """
-    known = None if device.backend == "cpu" else find(device.kind)
-    if known is not None and known.memory_bandwidth_bytes_per_s:
-        peak = next((known.peak_flops[p] for p in _PEAKS[precision] if p in known.peak_flops), None)
-        if peak is not None:
-            return peak / known.memory_bandwidth_bytes_per_s
-    return _FLOPS_PER_BYTE_OF_CPUS if device.backend == "cpu" else _FLOPS_PER_BYTE_OF_OTHERS

@@ -100,7 +100,8 @@ def crossings(graph: ModelGraph, starts: Sequence[int]) -> tuple[Crossing, ...]:
 def mixing_samples(graph: ModelGraph) -> frozenset[str]:
     """The ops of whose outputs no samples can be cut out, though they are made of them: a mean over all, samples behind another dim.
 
-    What is made of no sample is the same for all of them. Ops of which the graph does not tell where samples lie are left out.
+    A tensor that depends on no input of the batch is the same for every sample, so it is not among them; nor is an op without gradient
+    and of constant shape, which may be either: stages are refused when they are built if such a one cannot be cut.
     """
     of_samples = {given.name for given in graph.inputs if given.batch_dim is not None}
     found = set()

@@ -24,14 +24,15 @@ _VARIED = (0.5, 1.5)
 
 
 def moment(peers: Peers, bench: Workbench) -> Callable[[], None]:
-    """A `stretch` that is `varied`. Collective."""
+    """Computes for about `BETWEEN_S`, by this device's own speed: a `stretch` of a `varied` length each time. Collective."""
     compute, chance = stretch(peers, bench), random.Random(bench.seed)
     return lambda: compute(varied(chance))
 
 
 def varied(chance: random.Random) -> float:
-    """How long a stretch is, in `BETWEEN_S`. Now longer, now shorter, on all ranks alike: a device that is held to a part of a processor
-    stands still once a period, and computing that always lasts as long would meet the others always in the same moment of it.
+    """A random length for a `stretch`, in units of `BETWEEN_S`; equal on all ranks that draw from the same seed.
+
+    A CPU quota stops a process once every period. With stretches of one length, every collective would start at the same point of it.
     """
     return chance.uniform(*_VARIED)
 

@@ -42,7 +42,7 @@ def measure_all_reduce(
     until the last one has it; where the ranks have no clock in common, as long as for the rank that spends least time in it.
 
     Sizes that do not fit the budget are left out, the largest first, and that is said on every rank; but for the two smallest, which are
-    measured whatever is left: of a link of which nothing is known no plan can be made, and a single size does not tell latency
+    measured even beyond the budget: without any time for a link no plan can be made, and one size alone does not tell latency
     from bandwidth.
     """
     if peers.world_size < 2:

@@ -107,7 +107,7 @@ def _of_stages(plan: Plan, graph: ModelGraph) -> list[str]:
             broken.append(f"{where}: {error}")
         for index, stage in enumerate(pipeline.stages):
             faults = _of_stage(stage, graph)
-            # How tensors lie is asked of stages that make up the model, and of no others.
+            # Shards are only worked out for stages that together are the model.
             parts = [] if faults or cuts else _of_parts(pipeline, index, graph)
             broken += [f"{where}, stage {index} {fault}" for fault in (*faults, *parts)]
     return broken

@@ -1,4 +1,4 @@
-"""How long a step takes and what it needs: the pipeline played, what of the gradients' way nothing hides, the optimizer; bytes."""
+"""A step of a setup: its seconds (pipeline, exposed gradient exchange, optimizer), and the bytes of the fullest device."""
 
 from __future__ import annotations
 

@@ -414,6 +414,7 @@ def _edges(programs: Iterable[_Program], stage_of: Sequence[int], pipeline: Pipe
 
 
 def _require_cuttable(edges: Sequence[Edge], team: Team) -> None:
+    """Raises PlanError for what the rules of plans cannot know: a graph does not tell a count of samples from a constant."""
     for edge in edges:
         for value in edge.values:
             if not value.ordered and len(team.ranks[edge.maker]) + len(team.ranks[edge.reader]) > 2:

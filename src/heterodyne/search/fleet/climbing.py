@@ -21,7 +21,7 @@ from heterodyne.search.fleet.space import Space
 __all__ = ["Climbing"]
 
 _STARTS = 3  # mixes that are improved
-_STARTS_OF_FEW = 24
+_STARTS_OF_FEW = 24  # the same on few devices, where whole numbers make many local optima
 _RESCHEDULED = 8  # mixes that are tried under the other schedules: the best, and those that could be if nothing waited
 _RESCHEDULED_OF_FEW = 60  # of the latter, on few devices
 _NEARLY = 1.15  # times the best, up to which a plan may be a start
@@ -107,7 +107,7 @@ class Climbing:
             found[mix] = weighed
             if self.aim.better(weighed, best):
                 best = weighed
-        if self.rows.few and not INTERLEAVED.isdisjoint(schedules):
+        if small and not INTERLEAVED.isdisjoint(schedules):
             starts = sorted(found.items(), key=lambda entry: self.aim.score(entry[1]))[: self._starts]
             climbs = [(mix, start, start.plan.schedule, schedules) for mix, start in starts]
             best = self._climbed(best, climbs, self.space.work)

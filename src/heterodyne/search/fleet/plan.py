@@ -17,7 +17,7 @@ from heterodyne.plan.schedules import SCHEDULES
 __all__ = [
     "INTERLEAVED", "LAYOUTS", "SPLIT", "ZERO_LEVELS", "Layout", "ScheduleName", "Template", "TemplateGroup", "TemplatePlan",
     "TemplateStage", "suits",
-]  # fmt: skip  # fmt: skip
+]  # fmt: skip
 
 ScheduleName = Literal["1F1B", "GPipe", "ZBH1", "ZBH2", "Interleaved1F1B", "InterleavedZeroBubble"]
 """Those of `plan.schedules` that a search over fleets chooses from."""
