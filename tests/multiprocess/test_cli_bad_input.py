@@ -69,6 +69,7 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ((*TRAIN, "--cluster", "nowhere.yaml"), "nowhere.yaml: cannot be read"),
         ((*TRAIN, "--plan", "nowhere.json"), "nowhere.json: cannot be read"),
         ((*TRAIN, "--plan", "text.json"), "text.json:1: not JSON"),
+        (("simulate", "nowhere"), "nowhere: cannot be read"),
         ((*TRAIN, "--plan", "old.json"), "old.json: plan version 0 is not 2; plan again"),
         (("plan", "job.yaml", "--profile", "text.json"), "text.json: not a profile"),
         (("plan", "job.yaml", "--profile", "profile.json"), "the profile knows nothing of"),

@@ -47,9 +47,9 @@ def command(
     """
     # Read before torch is loaded and workers are started, so that a mistake in a file is reported at once.
     file = plan / "plan.json" if plan.is_dir() else plan
+    given = Plan.load(file)
     job = job or _job_beside(file)
     wanted = Job.load(job, tuple(overrides or ()))
-    given = Plan.load(file)
     described, measured = _known(file.parent, cluster, profile)
     if not out.parent.is_dir():
         raise HeterodyneError(
@@ -72,7 +72,7 @@ def _job_beside(plan: Path) -> Path:
     kept = plan.with_name("job.yaml")
     if not kept.is_file():
         raise HeterodyneError(
-            f"{plan} says nothing of the model, and no job is kept beside it: name it with --job JOB.yaml"
+            f"{plan} is a plan without its model, and no job.yaml lies beside it: name the job with --job JOB.yaml"
         )
     return kept
 
