@@ -51,6 +51,8 @@ def costs_of_job(
         precision=precision,
     )
     if profile is not None:
+        if not instead:
+            profile.require(dict.fromkeys(profile.devices, precision))
         measured = MeasuredLayers(graph=captured(job, base), profile=profile, recipe=recipe)
         known = measured.kinds
         return lambda fleet: mixed_layers(measured, _with_datasheets(fleet, known=known), software)

@@ -61,7 +61,7 @@ def prepare(
     Raises PlanError, VerifyError, InfeasibleError or MeasureError, on every rank alike.
     """
     if profile is not None:
-        profile.require(device.id for device in session.cluster.devices)
+        profile.require({d.id: precision_of(settings.precision, d.kind) for d in session.cluster.devices})
     if given is not None:
         given = bind(given, captured.graph, session.cluster)
     settings = _admitted(session, captured, whole, settings, given, measured=profile is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from heterodyne.api.job_model import JobModel, capture_job, open_data, settings_of
@@ -24,6 +24,7 @@ from heterodyne.plan.check import require_valid
 from heterodyne.plan.lower import lower
 from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Pipeline, Plan
+from heterodyne.plan.precision import precision_of
 from heterodyne.plan.schedules import SCHEDULES, Orders
 from heterodyne.plan.schedules.check import order_faults
 from heterodyne.plan.schedules.csv_file import computing, load_csv
@@ -67,8 +68,8 @@ def simulate_job(job: Job, base: Path, wanted: Simulated, *, cluster_file: Path 
         model = capture_job(session, job, base, open_data(session, job, base))
         settings = settings_of(job, session)
         plan = session.together(lambda: _ready(wanted, model.captured.graph, cluster))
-        profile = wanted.profile or _measured(session, model, settings)
-        profile.require(device.id for device in cluster.devices)
+        profile = wanted.profile or _measured(session, model, replace(settings, precision=plan.precision))
+        profile.require({d.id: precision_of(plan.precision, d.kind) for d in cluster.devices})
         session.agreement.only_on_rank0(
             lambda: _tell(session, wanted, settings, plan, model.captured.graph, cluster, profile)
         )

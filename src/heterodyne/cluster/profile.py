@@ -7,7 +7,7 @@ reads it knows how much to believe. Times are seconds, sizes bytes. What the num
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -20,7 +20,7 @@ from heterodyne.text_files import write_text
 
 __all__ = ["WHOLE", "BlockSample", "DeviceProfile", "LinkSample", "Profile"]
 
-PROFILE_VERSION = 9
+PROFILE_VERSION = 10
 WHOLE: Final = "*"  # the kind under which the whole model stands among its blocks
 
 
@@ -69,6 +69,7 @@ class DeviceProfile:
             keeps the processor of any of its ranks busy, so it is 1 at most.
         calibration: seconds of a whole share in a trial over what the samples say of it; 1 where nothing was tried.
         context_bytes: what the process occupied of this device's memory before there was a model, 0 where it was not seen.
+        precision: that it computed in.
     """
 
     __pydantic_config__ = EXACT
@@ -81,6 +82,7 @@ class DeviceProfile:
     overlap: Seconds = 0.0
     calibration: Annotated[float, Field(gt=0)] = 1.0
     context_bytes: Count = 0
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,14 +126,20 @@ class Profile:
         samples = (s for device in self.devices.values() for kind in device.blocks.values() for s in kind)
         return tuple(sorted({s.micro_batch_size for s in samples if not s.extrapolated}))
 
-    def require(self, devices: Iterable[str]) -> None:
-        """Raises MeasureError, with their names, if any of these devices were not measured."""
-        missing = [device for device in devices if device not in self.devices]
+    def require(self, precisions: Mapping[str, str]) -> None:
+        """Raises MeasureError, with their names, if any of these devices were not measured, or in another precision than theirs here."""
+        missing = [device for device in precisions if device not in self.devices]
         if missing:
             raise MeasureError(
                 f"the profile knows nothing of {', '.join(missing)}; it is of {', '.join(self.devices)}: measure again with "
                 "'heterodyne measure', on this cluster"
             )
+        for device, precision in precisions.items():
+            if (own := self.devices[device].precision) != precision:
+                raise MeasureError(
+                    f"the profile is of {device} in {own}, and is asked for {precision}: measure again with 'heterodyne measure' and "
+                    f"training.precision {precision}"
+                )
 
     def save(self, path: Path) -> None:
         """Write JSON. Raises OSError."""

@@ -258,6 +258,7 @@ class _Session:
             step_overhead_s=overhead,
             overlap=overlap,
             context_bytes=context,
+            precision=self._request.precision,
         )
         devices = dict(zip(self._ids, self._peers.all_gather_object(mine), strict=True))
         return Profile(key=key, devices=devices, links=links, kinds=self._request.graph.kind_names)

@@ -57,9 +57,13 @@ def test_a_profile_of_another_model_or_of_other_devices_is_refused() -> None:
     other = replace(MODEL, blocks=tuple(replace(block, kind=f"other {block.kind}") for block in MODEL.blocks))
     with pytest.raises(MeasureError, match=r"block kinds .* were not measured; measure this model again"):
         MeasuredLayers(graph=other, profile=found).largest("A100")
-    found.require(["a/A100:0"])
+    found.require({"a/A100:0": "fp32"})
     with pytest.raises(MeasureError, match="knows nothing of b/A100:1; it is of a/A100:0, a/V100:0: measure again"):
-        found.require(["a/A100:0", "b/A100:1"])
+        found.require({"a/A100:0": "fp32", "b/A100:1": "fp32"})
+    with pytest.raises(
+        MeasureError, match=r"is of a/A100:0 in fp32, and is asked for bf16: measure again with .*precision bf16"
+    ):
+        found.require({"a/A100:0": "bf16"})
 
 
 def test_devices_that_share_a_micro_batch_take_what_one_takes_for_its_part() -> None:
