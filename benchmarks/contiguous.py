@@ -110,7 +110,7 @@ class Contiguous:
 
     def _reach(self, kind: Kind, seconds: float) -> int:
         """The most layers that a stage has which does a micro-batch in a time."""
-        forward, backward = kind.table.passes
+        forward, backward, _ = kind.table.passes
         whole, layers = (forward + backward).tolist(), len(kind.table.costs)
         most, stop = 0, 0
         for start in range(layers):

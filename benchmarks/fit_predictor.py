@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 from published import DATA
+from published_plan import evaluated
 from published_rows import FIT, Run, runs
 from scipy.optimize import least_squares
 
 from heterodyne.predictor.constants import Constants, Fitted, constants
-from heterodyne.predictor.step import predicted
 
 _MOST = 24
 """Rows of a source and kind of device; they are correlated, more say little more."""
@@ -82,7 +82,7 @@ def changed(now: Constants, names: tuple[str, ...], at: np.ndarray) -> Constants
 
 
 def seconds(run: Run, known: Constants) -> float:
-    return predicted(run.model, run.setup, run.device, run.wires(known), known).step_s
+    return evaluated(run, known).step_s
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from results import Results
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.layers import Widths
 from heterodyne.errors import InfeasibleError
+from heterodyne.predictor.software import Software
 from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, mix_of
 from heterodyne.search.fleet.plan import Template, TemplateGroup, TemplateStage
 from heterodyne.search.fleet.planner import FleetPlanner
@@ -103,7 +104,10 @@ def _over_contiguous(
         costs = read_layer_profiles(profiles, key)
         for counts in fleets:
             planner = FleetPlanner(
-                fleet=fleet_of(counts), costs=costs, global_batch=SAMPLES, blocking=not overlap, overlap=overlap
+                fleet=fleet_of(counts),
+                costs=costs,
+                global_batch=SAMPLES,
+                software=Software(overlap_sends=overlap, overlap_gradients=overlap),
             )
             planned = planner.plan()
             every = Contiguous(search=planner.search(Space()), best=planned.best)

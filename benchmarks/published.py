@@ -17,10 +17,10 @@ from math import exp, log
 from pathlib import Path
 from statistics import fmean, median
 
+from published_plan import evaluated
 from published_rows import FIT, LATER, TEST, Run, left_out, refuted_bytes, runs
 from results import ROOT, Results
 
-from heterodyne.predictor.step import predicted
 from heterodyne.report.scatter import Predicted, scatter_picture
 
 DATA = ROOT.parent / "shared" / "data" / "measurements.jsonl"
@@ -72,7 +72,7 @@ def main() -> int:
             most_tflops=most.flops_per_s / 1e12,
             of_tflops=peak_of(most) / 1e12,
             device=most.device.kind,
-            precision=most.setup.precision,
+            precision=most.plan.precision,
         )
         results.row("all of the test half, those too", **figures([row for row in everything if row.run.side == TEST]))
     for group, rows in grouped(found).items():
@@ -130,7 +130,7 @@ def draw(found: Sequence[Judged]) -> None:
 
 def kind_of(run: Run) -> str:
     """Of plan."""
-    s = run.setup
+    s = run.plan
     if run.model.experts:
         return "experts"
     names = [name for name, degree in (("data", s.dp), ("tensor", s.tp), ("pipeline", s.pp)) if degree > 1]
@@ -138,8 +138,8 @@ def kind_of(run: Run) -> str:
 
 
 def judge(run: Run) -> Judged:
-    told = predicted(run.model, run.setup, run.device, run.wires())
-    needed = told.memory.allocated if run.allocated else told.memory.total
+    told = evaluated(run)
+    needed = told.allocated_bytes if run.allocated else told.needed_bytes
     return Judged(
         run=run,
         ratio=told.step_s / run.measured_s,
@@ -155,7 +155,7 @@ def told_of(run: Run) -> tuple[str, str, int]:
 
 def peak_of(run: Run) -> float:
     """FLOP/s of a device by its datasheet."""
-    peaks, precision = run.device.peak_flops, run.setup.precision
+    peaks, precision = run.device.peak_flops, run.plan.precision
     if precision == "tf32" and "tf32" not in peaks:
         return peaks["fp32"]
     return peaks.get(precision) or peaks.get("bf16") or peaks["fp16"]
@@ -163,7 +163,7 @@ def peak_of(run: Run) -> float:
 
 def naive_s(run: Run) -> float:
     """A constant part of the peak, and a bubble."""
-    s, peak = run.setup, peak_of(run)
+    s, peak = run.plan, peak_of(run)
     flops = run.model.forward_flops_a_token() * run.model.seq * s.global_batch * (4 if s.recompute == "full" else 3)
     return flops / (run.devices * peak * _NAIVE) * (1 + (s.pp - 1) / (s.micro_batches * s.vpp))
 
@@ -193,7 +193,7 @@ def order(found: Iterable[Judged]) -> tuple[int, int]:
         choices.setdefault((run.source, run.model_name, run.model, run.device.kind, run.devices), []).append(row)
     right = asked = 0
     for rows in choices.values():
-        if len({row.run.setup for row in rows}) < 2:
+        if len({row.run.plan for row in rows}) < 2:
             continue
         asked += 1
         chosen = min(rows, key=lambda row: row.ratio * _a_sample(row.run))
@@ -202,7 +202,7 @@ def order(found: Iterable[Judged]) -> tuple[int, int]:
 
 
 def _a_sample(run: Run) -> float:
-    return run.measured_s / run.setup.global_batch
+    return run.measured_s / run.plan.global_batch
 
 
 def figures(rows: Sequence[Judged]) -> Mapping[str, object]:

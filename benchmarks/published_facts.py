@@ -8,13 +8,15 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from row_plan import Recompute, RowPlan
+
 from heterodyne.cluster.catalog import Accelerator, lookup
 from heterodyne.errors import ClusterError
-from heterodyne.predictor.setup import Precision, Recompute, Setup
+from heterodyne.predictor.setup import Precision
 from heterodyne.predictor.software import software_of
 from heterodyne.predictor.transformer import Transformer
 
-__all__ = ["device_of", "model_of", "network_of_row", "seconds_of", "setup_of"]
+__all__ = ["device_of", "model_of", "network_of_row", "plan_of", "seconds_of"]
 
 _KINDS = (
     ("A100-SXM-40GB", "A100-SXM-40GB"),
@@ -106,7 +108,7 @@ def model_of(row: Mapping[str, Any]) -> Transformer | None:
     )
 
 
-def setup_of(row: Mapping[str, Any]) -> Setup:
+def plan_of(row: Mapping[str, Any]) -> RowPlan:
     plan, shape = row["parallel"], row["model"]
     software = software_of(plan.get("framework"))
     if "fp32 grad" in (plan.get("precision") or ""):  # sums of gradients in 32 bits besides those in 16
@@ -116,7 +118,9 @@ def setup_of(row: Mapping[str, Any]) -> Setup:
     if row["source"].startswith("Alpa") and shape.get("experts"):  # its benchmark_2d_one_case_moe.py has Adafactor:
         # a master, moments that are a row and a column of each matrix; the gradient is read three times for them.
         software = replace(software, state_bytes=4, optimizer_bytes=16)
-    recompute, layers = _recompute(str(plan.get("recompute")))
+    if plan.get("zero1_group"):
+        software = replace(software, state_group=max(0, plan["zero1_group"]))
+    recompute, part = _recompute(str(plan.get("recompute")))
     pp, vpp = plan["pp"] or 1, plan.get("vpp") or 1
     schedule = _SCHEDULES.get(plan.get("schedule") or "", "1F1B")
     if schedule == "Interleaved1F1B" and vpp == 1:  # a layer a stage
@@ -126,7 +130,7 @@ def setup_of(row: Mapping[str, Any]) -> Setup:
         zero == "fsdp2"
     ):  # torchtitan/models/llama3/parallelize.py: beside tensor parallelism, norms are on slices of the sequence
         zero, beside = 3, (plan["tp"] or 1) > 1
-    return Setup(
+    return RowPlan(
         global_batch=plan["global_batch"],
         micro_batch=plan["micro_batch"],
         dp=plan["dp"] or 1,
@@ -136,11 +140,10 @@ def setup_of(row: Mapping[str, Any]) -> Setup:
         cp=plan.get("cp") or 1,
         ep=plan.get("ep") or 1,
         etp=_expert_width(row),
-        shards=max(0, plan.get("zero1_group") or 0),
         zero=(1 if software.tuned else 0) if zero is None else zero,
         precision=_precision(plan.get("precision") or "bf16"),
         recompute=recompute,
-        recompute_layers=layers,
+        recompute_part=part,
         sequence_parallel=(software.tuned and (plan["tp"] or 1) > 1) if beside is None else beside,
         partition=_partition(plan.get("partition"), shape["layers"]),
         schedule=schedule,

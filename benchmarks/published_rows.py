@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from published_facts import device_of, model_of, network_of_row, seconds_of, setup_of
+from published_facts import device_of, model_of, network_of_row, plan_of, seconds_of
+from row_plan import RowPlan
 
 from heterodyne.cluster.catalog import Accelerator
 from heterodyne.predictor.constants import Constants
 from heterodyne.predictor.devices import network_of
 from heterodyne.predictor.network import Network
-from heterodyne.predictor.setup import Setup
 from heterodyne.predictor.transformer import Transformer
 
 __all__ = ["FIT", "LATER", "TEST", "Run", "left_out", "refuted_bytes", "runs"]
@@ -77,7 +77,7 @@ class Run:
     devices: int
     model_name: str
     model: Transformer
-    setup: Setup
+    plan: RowPlan
     network: Mapping[str, Any]
     measured_s: float
     measured_bytes: float | None
@@ -91,7 +91,7 @@ class Run:
     @property
     def flops_per_s(self) -> float:
         """Of the model, without what is computed again, a device."""
-        tokens = self.model.seq * self.setup.global_batch
+        tokens = self.model.seq * self.plan.global_batch
         return 3 * self.model.forward_flops_a_token() * tokens / self.devices / self.measured_s
 
     def wires(self, known: Constants | None = None) -> Network:
@@ -130,14 +130,14 @@ def refuted_bytes(found: Iterable[Run]) -> set[str]:
     alike: dict[tuple[object, ...], list[Run]] = {}
     for run in found:
         if run.measured_bytes is not None:
-            setup = replace(run.setup, micro_batch=1)
-            alike.setdefault((run.source, run.model, run.device.kind, run.devices, setup), []).append(run)
+            plan = replace(run.plan, micro_batch=1)
+            alike.setdefault((run.source, run.model, run.device.kind, run.devices, plan), []).append(run)
     return {
         run.id
         for rows in alike.values()
         for small in rows
         for large in rows
-        if small.setup.micro_batch < large.setup.micro_batch
+        if small.plan.micro_batch < large.plan.micro_batch
         and (small.measured_bytes or 0.0) > (large.measured_bytes or 0.0)
         for run in (small, large)
     }
@@ -166,7 +166,7 @@ def _run(row: Mapping[str, Any]) -> Run | None:
         devices=row["cluster"]["gpus"],
         model_name=shape["name"],
         model=model,
-        setup=setup_of(row),
+        plan=plan_of(row),
         network=network_of_row(row),
         measured_s=seconds,
         measured_bytes=peak * 1e9 if peak else gib * 2**30 if gib else None,

@@ -26,9 +26,9 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
 from heterodyne.plan.bind import bind
 from heterodyne.plan.check import require_valid
-from heterodyne.predictor.footprint import usable_bytes
 from heterodyne.predictor.mixed_layers import MixedLayers
 from heterodyne.predictor.software import software_of
+from heterodyne.predictor.usable import usable_bytes
 from heterodyne.report.frontier import frontier_picture
 from heterodyne.report.plan_tables import changed_rows
 from heterodyne.search.alternatives import result_of
@@ -154,13 +154,15 @@ class _Paper:
         if objective.goal == "money" or objective.usd_per_hour is not None:
             fleet.require_prices()
         fleet = _known(fleet)
-        usable = tuple(replace(p, memory_bytes=usable_bytes(p.memory_bytes, p.backend)) for p in fleet.pools)
+        usable = tuple(
+            replace(p, memory_bytes=max(1, usable_bytes(p.memory_bytes, p.backend) - software.buffer_bytes))
+            for p in fleet.pools
+        )
         planner = FleetPlanner(
             fleet=replace(fleet, pools=usable),
             costs=self.costs_of(fleet),
             global_batch=self.job.training.global_batch_size,
-            blocking=not software.overlap_sends,
-            overlap=software.overlap_gradients,
+            software=software,
         )
         return PaperPlanner(planner=planner, precision=paper_precisions(self.job, fleet))
 

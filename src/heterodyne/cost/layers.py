@@ -56,15 +56,15 @@ class LayerCost:
 
     Args:
         forward_s, backward_s: of one micro-batch; the backward whole, without a recomputed forward.
+        recompute_s: of the forward, if the backward computes it again; None: ``forward_s``.
         update_s: of the optimizer, for all the parameters of the layer that lie on this device; once a step.
         parameter_bytes, gradient_bytes, optimizer_bytes: on this device, whatever the micro-batch.
         kept_bytes: of one micro-batch, from its forward until its backward.
         kept_bytes_recomputed: the same if the layer is recomputed: what its forward reads.
         workspace_bytes: comes and goes inside a pass.
         output_bytes: of the whole micro-batch, what the next stage reads; as much comes back as its gradient.
-        reduced_bytes: what replicas exchange of the gradients of this device; None: ``gradient_bytes``.
-        expert_bytes: of those, what belongs to experts; ``expert_copies``: devices of the stage that hold the same ones. Of everything
-            else there are `Widths.copies`.
+        expert_bytes: of ``gradient_bytes``, what belongs to experts; ``expert_copies``: devices of the stage that hold the same ones. Of
+            everything else there are `Widths.copies`.
         tied_bytes: of ``gradient_bytes``, those of parameters that other layers read as well, as a head does that shares the weights
             of the embedding.
     """
@@ -79,10 +79,17 @@ class LayerCost:
     kept_bytes_recomputed: int
     output_bytes: int
     workspace_bytes: int = 0
-    reduced_bytes: int | None = None
     expert_bytes: int = 0
     expert_copies: int = 1
     tied_bytes: int = 0
+    recompute_s: float | None = None
+
+    @property
+    def again_s(self) -> float:
+        """Seconds of recompute in a backward: none for a layer that would hold no less."""
+        if self.kept_bytes_recomputed >= self.kept_bytes:
+            return 0.0
+        return self.forward_s if self.recompute_s is None else self.recompute_s
 
     @property
     def state_bytes(self) -> int:

@@ -19,9 +19,9 @@ from heterodyne.graph.ir import Block, ModelGraph
 from heterodyne.plan.precision import precision_of
 from heterodyne.predictor.constants import constants
 from heterodyne.predictor.devices import networks_of, reached_between
-from heterodyne.predictor.footprint import context_bytes
 from heterodyne.predictor.graph_costs import GraphLayers, graph_layers
 from heterodyne.predictor.software import Software
+from heterodyne.predictor.usable import context_bytes
 
 __all__ = ["believed_cluster", "datasheet_profile"]
 
@@ -73,6 +73,7 @@ def _of_kind(layers: GraphLayers, kind: str, sizes: Sequence[int], backend: str)
         host_update_s_per_byte=2 * copy_s + passes / (stated.host_memory_gb_per_s * 1e9),
         host_copy_s_per_byte=copy_s,
         context_bytes=context_bytes(backend),
+        precision=precision_of(layers.recipe.precision, kind),
     )
 
 

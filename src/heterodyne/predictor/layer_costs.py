@@ -11,7 +11,7 @@ from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.predictor.constants import Constants, constants
 from heterodyne.predictor.devices import chip_of, networks_of
-from heterodyne.predictor.footprint import layer_activation_bytes, loss_workspace_bytes
+from heterodyne.predictor.layer_bytes import gradients_under_way_bytes, layer_activation_bytes, loss_workspace_bytes
 from heterodyne.predictor.network import Network
 from heterodyne.predictor.passes import Passes
 from heterodyne.predictor.roofline import Chip
@@ -97,53 +97,61 @@ class PredictedLayers:
         """Devices over which one set of the experts is sharded."""
         return gcd(self.model.experts, widths.devices) if self.model.experts else 1
 
-    def _cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost:
-        model, chip, software = self.model, self.chips[device_kind], self.software
-        routed = layer_kind == EXPERTS
-        setup = Setup(
-            global_batch=2 * micro_batch,  # gradients are added up
+    def _setup(self, widths: Widths, micro_batch: int, *, routed: bool) -> Setup:
+        """Of the devices of one stage."""
+        return Setup(
             micro_batch=micro_batch // widths.data,
-            dp=widths.data,
             tp=widths.tensor,
             cp=widths.context,
             ep=self._expert_width(widths) if routed else 1,
             sequence_parallel=widths.tensor > 1,
             precision=self.precision,
-            software=software,
+            software=self.software,
         )
+
+    def _cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost:
+        model, chip, software = self.model, self.chips[device_kind], self.software
+        routed = layer_kind == EXPERTS
+        setup = self._setup(widths, micro_batch, routed=routed)
         passes = Passes(model=model, setup=setup, chip=chip, network=self.networks[device_kind], known=self.known)
         output = micro_batch * model.seq * model.hidden * setup.element_bytes
         own = output / widths.devices
+        # Where no device has just a slice of the sequence, and neighbours do not divide what they send, each sends all of it.
+        sent = output if setup.sequence_parallel or software.scatters_sends else output * widths.tensor
         experts = 0.0
         if layer_kind in (BLOCK, EXPERTS):
             dense, experts = passes.layer_held(experts=routed)
             parameters = dense + experts
             forward, backward = passes.layer_of(experts=routed)
+            again = passes.again_s(experts=routed)
             kept, entering = layer_activation_bytes(model, setup, experts=routed)
-            workspace = 0.0
+            workspace = gradients_under_way_bytes(model, setup, experts=routed)
         else:
             parameters = model.embedding_parameters / widths.tensor
             head = layer_kind == HEAD
             moved = 2 * own / chip.memory_bytes_per_s  # rows of the table that are read and written
             forward, backward = passes.head if head else (moved, 2 * moved)
-            kept, entering = (own, own) if head else (0.0, 0.0)
+            again = forward
+            _, entering = layer_activation_bytes(model, setup)
+            kept = entering = entering if head else 0.0
             workspace = loss_workspace_bytes(model, setup) if head else 0.0
-        added = parameters * 10 / chip.memory_bytes_per_s
-        gradient = 4 if setup.element_bytes == 4 else software.gradient_bytes
-        state = 8 if setup.element_bytes == 4 else software.state_bytes
+        # A gradient is written and read in 16 bits, the sum read and written in 32.
+        added = parameters * 10 / chip.memory_bytes_per_s if setup.accumulates else 0.0
+        gradient, state = setup.gradient_bytes, setup.state_bytes
         return LayerCost(
             forward_s=forward,
             backward_s=backward + added,
+            recompute_s=again,
             update_s=parameters * software.optimizer_bytes / chip.memory_bytes_per_s,
             parameter_bytes=round(parameters * setup.element_bytes),
             gradient_bytes=round(parameters * gradient),
             optimizer_bytes=round(parameters * state),
             kept_bytes=round(kept),
             kept_bytes_recomputed=round(entering),
-            output_bytes=0 if layer_kind == HEAD else round(output),
+            output_bytes=0 if layer_kind == HEAD else round(sent),
             workspace_bytes=round(workspace),
             expert_bytes=round(experts * gradient),
-            expert_copies=widths.devices // setup.ep if routed else 1,
+            expert_copies=widths.devices // (setup.ep * setup.etp) if routed else 1,
             tied_bytes=round(parameters * gradient) if model.tied and layer_kind in (EMBEDDING, HEAD) else 0,
         )
 

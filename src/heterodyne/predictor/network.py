@@ -62,13 +62,6 @@ class Network:
             return 0.0
         return self._carried_s(group, count) + self._ring_s(group)
 
-    def broadcasts_s(self, group: Group, count: float) -> float:
-        """To ``count`` bytes on each device, of which each has a part that it sends to all others, one after the other."""
-        if group.size < 2 or count <= 0:
-            return 0.0
-        steps = (group.inside - 1) * self.inside_latency_s + (group.nodes - 1) * self.between_latency_s
-        return self._carried_s(group, count) + group.size * steps
-
     def all_to_all_s(self, group: Group, count: float, copies: int = 1) -> float:
         """Of ``count`` bytes that each device has for all of the group, each byte for ``copies`` members by chance, who may be on one node:
         it enters a node once, and is handed on there.
@@ -83,12 +76,6 @@ class Network:
             + self.between_latency_s * (group.nodes > 1)
             + self.inside_latency_s
         )
-
-    def send_s(self, count: float, *, stride: int, beside: int = 1) -> float:
-        """To the device ``stride`` ranks on, ``beside`` of a node at the same time."""
-        if stride < self.devices:
-            return count / self._inside_bytes_per_s(Group(size=2, inside=2)) + self.inside_latency_s
-        return count * beside / self.between_bytes_per_s + self.between_latency_s
 
     def _carried_s(self, group: Group, count: float) -> float:
         """A ring, once round. It is laid out so that every byte enters a node once, over whatever its members have together."""

@@ -41,6 +41,7 @@ class Software:
             moments and writes master, moments and weight.
         state_bytes: kept by the optimizer, a parameter: masters and moments.
         buffer_bytes: that communication keeps for itself.
+        state_group: among how many replicas ZeRO-1 shares the state of the optimizer, each such group having all of it; 0: among all.
         keeps_outputs: whether a stage keeps what it has sent on until its backward; else only the graph behind it stays.
         fp16: whether a device without units for bf16 trains in fp16 instead; else its matrix products run at the rate of fp32.
         broadcasts: whether updated parameters come back in a message from each owner in turn, not in one gather.
@@ -67,6 +68,7 @@ class Software:
     optimizer_bytes: int = 30
     state_bytes: int = 12
     buffer_bytes: int = 0
+    state_group: int = 0
     keeps_outputs: bool = False
     fp16: bool = True
     broadcasts: bool = False
@@ -101,5 +103,5 @@ def software_of(framework: str | None) -> Software:
     found = next((entry for entry in _entries() if any(word in name for word in entry.names)), None)
     if found is None:
         return Software()
-    whole = {"gathers", "gradient_bytes", "optimizer_bytes", "state_bytes", "buffer_bytes"}
+    whole = {"gathers", "gradient_bytes", "optimizer_bytes", "state_bytes", "buffer_bytes", "state_group"}
     return replace(Software(), **{key: int(value) if key in whole else value for key, value in found.set.items()})  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ def flops(kernels: Kernels) -> float:
 
 
 def setup(**changes: object) -> Setup:
-    return replace(Setup(global_batch=8, micro_batch=2), **changes)  # type: ignore[arg-type]
+    return replace(Setup(micro_batch=2), **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("flash", [True, False])
@@ -48,8 +48,8 @@ def test_devices_of_a_group_share_the_operations(tp: int, cp: int) -> None:
 @given(ep=st.sampled_from([1, 2, 4, 8]))
 def test_experts_compute_the_same_wherever_they_are(ep: int) -> None:
     model = replace(MODEL, experts=8, topk=2)
-    whole = flops(layer_kernels(model, setup(dp=8), KNOWN, experts=True))
-    assert flops(layer_kernels(model, setup(dp=8, ep=ep), KNOWN, experts=True)) == pytest.approx(whole)
+    whole = flops(layer_kernels(model, setup(), KNOWN, experts=True))
+    assert flops(layer_kernels(model, setup(ep=ep), KNOWN, experts=True)) == pytest.approx(whole)
 
 
 def test_a_backward_has_two_products_of_the_size_of_the_forward() -> None:

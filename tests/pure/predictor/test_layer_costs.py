@@ -9,12 +9,8 @@ import pytest
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cost.layers import Widths
 from heterodyne.errors import ClusterError, JobError
-from heterodyne.predictor.devices import chip_of, network_of
 from heterodyne.predictor.from_config import says_shape, transformer_of
 from heterodyne.predictor.layer_costs import PredictedLayers, predicted_layers
-from heterodyne.predictor.setup import Setup
-from heterodyne.predictor.software import Software
-from heterodyne.predictor.step import step_time
 from heterodyne.predictor.transformer import Transformer
 
 LLAMA3_8B = {
@@ -70,18 +66,6 @@ def test_a_configuration_counts_in_whole_numbers(wrong: dict[str, object]) -> No
     (name,) = wrong
     with pytest.raises(JobError, match=f"{name}: .* no whole number"):
         transformer_of({**LLAMA3_8B, **wrong}, seq=8)
-
-
-@pytest.mark.parametrize("kind", ["A100-SXM-80GB", "V100-SXM2-16GB"])
-def test_the_layers_of_one_device_take_what_its_step_takes(kind: str) -> None:
-    model = replace(transformer_of(LLAMA3_8B, seq=1024), layers=4)
-    layers = table(model)
-    costs = [layers.cost(kind, layer, Widths(), 2) for layer in layers.layers]
-    summed = sum(cost.forward_s + cost.backward_s for cost in costs if cost is not None)
-    device = FLEET.accelerator(kind)
-    setup = Setup(global_batch=2 * 64, micro_batch=2)
-    whole = step_time(model, setup, chip_of(device, "bf16", Software()), network_of(device, 8))
-    assert summed == pytest.approx(whole.computing_s / 64, rel=0.02)  # but for the lookup of the embedding
 
 
 def test_parameters_of_all_layers_are_those_of_the_model() -> None:

@@ -1,4 +1,4 @@
-"""What the devices of a stage have each, by how they share it: halves, copies, and the steps of even plans."""
+"""What the devices of a stage have each, by how they share it: halves and copies."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cost.layers import LayerCost, Widths
+from heterodyne.predictor.constants import constants
 from heterodyne.predictor.devices import chip_of, network_of
-from heterodyne.predictor.footprint import layer_activation_bytes
+from heterodyne.predictor.layer_bytes import layer_activation_bytes
 from heterodyne.predictor.layer_costs import PredictedLayers, predicted_layers
+from heterodyne.predictor.passes import Passes
 from heterodyne.predictor.setup import Setup
 from heterodyne.predictor.software import Software
-from heterodyne.predictor.step import step_time
 from heterodyne.predictor.transformer import Transformer
 
 KIND = "A100-SXM-80GB"
@@ -113,26 +114,27 @@ def test_tokens_that_travel_between_nodes_take_longer_over_slower_links() -> Non
     [
         (DENSE, Widths(context=2), {"cp": 2}),
         (DENSE, Widths(tensor=2, context=4), {"tp": 2, "cp": 4, "sequence_parallel": True}),
-        (DENSE, Widths(context=2, data=2), {"cp": 2, "dp": 2}),
-        (ROUTED, Widths(data=8), {"dp": 8, "ep": 8}),
-        (ROUTED, Widths(data=16), {"dp": 16, "ep": 16}),
-        (ROUTED, Widths(context=2, data=4), {"cp": 2, "dp": 4, "ep": 8}),
-        (ROUTED, Widths(tensor=4, data=2), {"tp": 4, "dp": 2, "ep": 8, "sequence_parallel": True}),
+        (DENSE, Widths(context=2, data=2), {"cp": 2}),
+        (ROUTED, Widths(data=8), {"ep": 8}),
+        (ROUTED, Widths(data=16), {"ep": 16}),
+        (ROUTED, Widths(context=2, data=4), {"cp": 2, "ep": 8}),
+        (ROUTED, Widths(tensor=4, data=2), {"tp": 4, "ep": 8, "sequence_parallel": True}),
     ],
 )
-def test_the_layers_of_an_even_plan_take_what_its_step_takes(
+def test_the_devices_of_a_stage_run_a_layer_as_such_a_group_does(
     model: Transformer, widths: Widths, degrees: dict[str, int]
 ) -> None:
-    layers = table(model)
-    costs = [known(layers, layer, widths, widths.data) for layer in layers.layers]
-    rounds = 16
-    setup = Setup(global_batch=rounds * widths.data, micro_batch=1, **degrees)  # type: ignore[arg-type]
+    """Seconds are those of its kernels and exchanges, and of adding gradients up."""
+    routed = bool(model.experts)
+    cost = known(table(model), "block with experts" if routed else "block", widths, widths.data)
+    setup = Setup(micro_batch=1, **degrees)  # type: ignore[arg-type]
     device = fleet().accelerator(KIND)
+    chip = chip_of(device, "bf16", Software())
     network = network_of(device, 8, inside_bytes_per_s=300e9, between_bytes_per_s=50e9)
-    told = step_time(model, setup, chip_of(device, "bf16", Software()), network)
-    summed = sum(cost.forward_s + cost.backward_s for cost in costs)
-    assert summed == pytest.approx(told.computing_s / rounds, rel=0.02)  # but for the lookup of the embedding
-    update_s = sum(cost.update_s for cost in costs[1:])
-    assert update_s == pytest.approx(told.optimizer_s, rel=0.02)  # the head has the weights of the embedding
-    kept = layer_activation_bytes(model, setup, experts=bool(model.experts))[0]
-    assert costs[1].kept_bytes == pytest.approx(kept)
+    told = Passes(model=model, setup=setup, chip=chip, network=network, known=constants())
+    forward, backward = told.layer_of(experts=routed)
+    parameters = sum(told.layer_held(experts=routed))
+    assert cost.forward_s == pytest.approx(forward)
+    assert cost.backward_s == pytest.approx(backward + parameters * 10 / chip.memory_bytes_per_s)
+    assert cost.update_s == pytest.approx(parameters * 30 / chip.memory_bytes_per_s)
+    assert cost.kept_bytes == pytest.approx(layer_activation_bytes(model, setup, experts=routed)[0])

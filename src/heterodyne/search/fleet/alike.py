@@ -72,7 +72,7 @@ class Alike:
             return
         chains, runs = self._chains(kinds, limit, combinations if by_pools else permutations)
         count = self._count(kinds, chains, runs)
-        forward, backward = _passes(kinds)
+        forward, backward, _ = _passes(kinds)
         rounds = np.ceil(self.predictor.global_batch / (size * np.maximum(1, count)))
         pace = 1 / np.maximum(forward + backward, _NO_TIME_S)
         rounds += self._filling(kinds) * (runs.sum(axis=1) - 1)
@@ -105,7 +105,7 @@ class Alike:
         """The part of a micro-batch for which each stage but one makes the others wait. Where backwards are halved, one that waits for its
         first forward does what others have left over at the end.
         """
-        forward, backward = _passes(kinds)
+        forward, backward, _ = _passes(kinds)
         return 1.0 if SPLIT.isdisjoint(self.space.schedules) else float(np.mean(forward / (forward + backward)))
 
     def _chains(
@@ -146,17 +146,18 @@ class Alike:
     def _about_s(self, kinds: Sequence[Kind], size: int, chains: Ints, runs: Ints, count: Ints) -> Floats:
         """Estimated seconds of a step of each plan. Shape [pipelines]."""
         layers = len(kinds[0].table.costs)
-        forward, backward = (own / layers for own in _passes(kinds))
+        forward, backward, recomputed = (own / layers for own in _passes(kinds))
         inside, before = self._sends(kinds, chains, runs)
         after = np.pad(before[:, 1:], ((0, 0), (0, 1)))
         waits = np.where(runs > 1, inside + np.maximum(inside, np.maximum(before, after)), before + after)
         joined: NDArray[np.bool_] = np.all(np.isfinite(waits), axis=1)
-        waits = np.where(joined[:, None], waits, 0.0) if self.predictor.blocking else np.zeros(waits.shape)
+        overlap = self.predictor.software.overlap_sends
+        waits = np.zeros(waits.shape) if overlap else np.where(joined[:, None], waits, 0.0)
         rounds = np.ceil(self.predictor.global_batch / (size * count))
         behind = runs.sum(axis=1, keepdims=True) - np.cumsum(runs, axis=1)
         held = np.minimum(behind + (runs + 1) / 2, rounds[:, None])  # by the stages of a kind, about
         plain, again = (self._room(kinds, chains, held, count, recompute=recompute) for recompute in (False, True))
-        each, more = np.maximum(forward + backward, _NO_TIME_S)[chains], forward[chains]
+        each, more = np.maximum(forward + backward, _NO_TIME_S)[chains], recomputed[chains]
         low, high = np.zeros(len(chains)), (each + more).max(axis=1) * layers + waits.max(axis=1)
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
@@ -165,7 +166,7 @@ class Alike:
             enough = (runs * done).sum(axis=1) >= layers
             low, high = np.where(enough, low, middle), np.where(enough, middle, high)
         fits = joined & ((runs * np.maximum(plain, again)).sum(axis=1) >= layers)
-        sent = 0.0 if self.predictor.blocking else 2 * (inside * np.maximum(0, runs - 1) + before).sum(axis=1)
+        sent = 2 * (inside * np.maximum(0, runs - 1) + before).sum(axis=1) if overlap else 0.0
         shown = self._shown_s(kinds, chains, runs, count, high)
         about: Floats = high * (rounds + self._filling(kinds) * (runs.sum(axis=1) - 1)) + sent + shown
         return np.where(fits, about, np.inf)
@@ -198,7 +199,9 @@ class Alike:
         near = np.full(len(kinds), np.inf)
         for a, own in enumerate(pools):
             within = wires.inside(own)
-            near[a] = np.inf if within is None else within.latency_s + sent / within.bandwidth_bytes_per_s
+            near[a] = (
+                np.inf if within is None else within.latency_s + sent / kinds[a].devices / within.bandwidth_bytes_per_s
+            )
             for b, other in enumerate(pools):
                 wire = wires.between(own.name, other.name)
                 if wire is not None:
@@ -221,17 +224,17 @@ class Alike:
             wire = wires.between(kind.name, kind.name)
             size = kind.table.reduced_bytes(0, layers) / layers
             each.append(0.0 if wire is None else size / wire.bandwidth_bytes_per_s)
-        pace, each_s = 1 / np.maximum(sum(_passes(kinds)), _NO_TIME_S), np.array(each)
+        pace, each_s = 1 / np.maximum(sum(_passes(kinds)[:2]), _NO_TIME_S), np.array(each)
         own = runs * pace[chains]
         part = layers * pace[chains] / own.sum(axis=1, keepdims=True)  # of the layers, on a stage
         once = np.where(runs > 0, part * each_s[chains], 0.0).max(axis=1) * (1 - 1 / count)
         return exposed_sync_s(self.predictor, once, once, tau)
 
 
-def _passes(kinds: Sequence[Kind]) -> tuple[Floats, Floats]:
-    """Seconds of all forwards and of all backwards of a micro-batch, on each kind."""
-    forward, backward = np.array([[own[-1] for own in kind.table.passes] for kind in kinds]).T
-    return forward, backward
+def _passes(kinds: Sequence[Kind]) -> tuple[Floats, Floats, Floats]:
+    """Seconds of all forwards, backwards and recompute of a micro-batch, on each kind."""
+    forward, backward, again = np.array([[own[-1] for own in kind.table.passes] for kind in kinds]).T
+    return forward, backward, again
 
 
 def _numbers(most: int, digits: int, count: int) -> Ints:

@@ -10,7 +10,7 @@ import numpy as np
 from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.search.fleet.arrays import Floats, sums
 
-__all__ = ["EXCHANGED", "CommVolume", "Exchanged", "LayerBytes", "Rates", "expert_part", "reduced_bytes"]
+__all__ = ["EXCHANGED", "CommVolume", "Exchanged", "LayerBytes", "Rates", "expert_part"]
 
 Exchanged = Literal["gradients", "updated", "parameters"]
 """What replicas exchange: gradients, the parameters that an optimizer has changed, all parameters."""
@@ -59,11 +59,6 @@ class LayerBytes:
         """Of the first layers. Shape [3, layers + 1]."""
 
 
-def reduced_bytes(cost: LayerCost) -> float:
-    return float(cost.gradient_bytes if cost.reduced_bytes is None else cost.reduced_bytes)
-
-
 def expert_part(cost: LayerCost) -> float:
     """The fraction of a layer's bytes that belongs to experts."""
-    reduced = reduced_bytes(cost)
-    return cost.expert_bytes / reduced if reduced else 0.0
+    return cost.expert_bytes / cost.gradient_bytes if cost.gradient_bytes else 0.0

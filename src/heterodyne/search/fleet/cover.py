@@ -112,7 +112,7 @@ class Cover:
     def _place(self, kind: Kind, start: Ints, stop: Ints, first: int, last: int) -> tuple[Floats, Floats]:
         """Seconds per micro-batch at the fastest ZeRO level, infinite where nothing fits, and seconds of sync after the pipelines."""
         table, predictor, space = kind.table, self.rows.predictor, self.rows.space
-        forward, backward = (own[stop] - own[start] for own in table.passes)
+        forward, backward, recomputed = (own[stop] - own[start] for own in table.passes)
         shared = first * kind.widths.copies > 1
         gradients, updated, parameters = (self._exchanged_s(kind, what, start, stop, first) for what in EXCHANGED)
         found = np.full(start.shape, np.inf)
@@ -126,28 +126,27 @@ class Cover:
             )
             beside = (gradients if level > 1 else 0.0) + (parameters if level > 2 else 0.0)
             ahead = np.maximum(forward, parameters) if level > 2 else forward
-            plain, more = (ahead + np.maximum(own, beside) for own in (backward, backward + forward))
+            plain, more = (ahead + np.maximum(own, beside) for own in (backward, backward + recomputed))
             found = np.minimum(found, np.where(fits, plain, np.where(again, more, np.inf)))
-        if predictor.blocking:
+        if not predictor.software.overlap_sends:
             # An end of a pipeline sends a message for each micro-batch, all other places two; who has all layers sends none.
             messages = 2 - (start == 0) - (stop == len(table.costs))
             found = np.where(messages > 0, found + messages * self._send_s(kind), found)
         whole, own = table.updates_s(start, stop)
-        stated, hidden_by = constants().stated, backward + forward
+        stated, hidden_by = constants().stated, backward + recomputed
         after = np.full(start.shape, np.inf)
         if not shared or 0 in space.zero:
             reduced = 2 * gradients
-            after = (exposed_s(reduced, hidden_by, stated) if predictor.overlap else reduced) + whole
+            after = (exposed_s(reduced, hidden_by, stated) if predictor.software.overlap_gradients else reduced) + whole
         if shared and max(space.zero) > 0:
-            back = returned_s(updated, stated) if predictor.overlap else updated
-            scattered = exposed_s(gradients, hidden_by, stated) if predictor.overlap else gradients
+            back = returned_s(updated, stated) if predictor.software.overlap_gradients else updated
+            scattered = exposed_s(gradients, hidden_by, stated) if predictor.software.overlap_gradients else gradients
             after = np.minimum(after, scattered + back + own / last)
         return found, after
 
     def _exchanged_s(self, kind: Kind, what: Exchanged, start: Ints, stop: Ints, replicas: int) -> Floats:
         """Lower bound on the seconds of one ring pass (a reduce-scatter or an all-gather)."""
-        device, dense, _ = kind.table.exchanged(what).carried(replicas)
-        own, copy = device[stop] - device[start], dense[stop] - dense[start]
+        own, copy, _ = kind.table.sent(start, stop).carried(replicas)[:, EXCHANGED.index(what)]
         inside, outside = self.rows.predictor.network.least_s_per_byte(kind.name, kind.widths, replicas)
         rates = [(inside, own), (outside, np.maximum(copy, own))]
         known = [rate * size for rate, size in rates if rate < inf]
@@ -161,5 +160,5 @@ class Cover:
         ways = [(wire, 1.0) for other in fleet.pools if (wire := wires.between(pool.name, other.name)) is not None]
         ways = [(wire, max(1.0, kind.devices / pool.devices_per_node)) for wire, _ in ways]
         inside = wires.inside(pool)
-        ways += [] if inside is None else [(inside, float(kind.widths.copies))]
+        ways += [] if inside is None else [(inside, float(kind.devices))]
         return min((wire.latency_s + sent / wire.bandwidth_bytes_per_s / part for wire, part in ways), default=inf)

@@ -50,14 +50,15 @@ class Cutter:
         first = layers - len(places) + 1
         sends = self._sends(places, size)
         waits = [a + b for a, b in zip((*sends, 0.0), (0.0, *sends), strict=True)]
+        overlap = self.predictor.software.overlap_sends
         costs, bare = [], []
         for number, (pool, widths) in enumerate(places):
             own, plain = self._cost(pool, widths, size, min(len(places) - number, rounds), replicas, zero)
             own = own[number : number + first, number + 1 : number + 1 + first]
-            costs.append(own + waits[number] if self.predictor.blocking else own)
+            costs.append(own if overlap else own + waits[number])
             bare.append(plain)
         for count in (rounds, None):
-            points = least_cut(costs, count, () if self.predictor.blocking else sends)
+            points = least_cut(costs, count, sends if overlap else ())
             if points is not None:
                 stages = (
                     _stage(place, span, recompute=not plain[span])
@@ -81,9 +82,9 @@ class Cutter:
                 table.most_held(level, replicas, float(own.memory_bytes), recompute=again) >= held
                 for again in (False, self.recompute)
             ]
-            forward, backward = (between(own.tolist()) for own in table.passes)
+            forward, backward, recomputed = (between(own.tolist()) for own in table.passes)
             plain = forward + backward
-            cost = np.where(room[0], plain, np.where(room[1], plain + forward, np.inf))
+            cost = np.where(room[0], plain, np.where(room[1], plain + recomputed, np.inf))
             cost[np.tri(len(cost), dtype=bool)] = np.inf
             self._costs[key] = cost, room[0]
         return self._costs[key]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from heterodyne.predictor.software import Software
 from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.comm_volume import EXCHANGED, CommVolume
 from heterodyne.search.fleet.fleet_wires import Wires
@@ -28,12 +29,13 @@ _Members = tuple[str, int, int]
 
 class RingCost(NamedTuple):
     """Cost of a ring through the replicas of some layers: seconds per byte of its slowest link between nodes (0 inside one node), and
-    latency of one ring pass and of a tree.
+    latency of one ring pass, of a tree, and of a message from each member in turn to all others.
     """
 
     s_per_byte: float
     round_s: float
     tree_s: float
+    turns_s: float
 
 
 class _Share(NamedTuple):
@@ -44,8 +46,8 @@ class _Share(NamedTuple):
 
 
 class _Ways(NamedTuple):
-    """Of each stage: seconds of one ring pass of all that is `EXCHANGED`, latency of a ring pass and of a tree; its backward. Shapes [5,
-    stages] and [stages].
+    """Of each stage: seconds of one ring pass of all that is `EXCHANGED`, latencies as of a `RingCost`; its backward. Shapes [6, stages]
+    and [stages].
     """
 
     exchange_s: Floats
@@ -84,7 +86,7 @@ class Line:
 
         Args:
             between: bytes that a node sends of each stage. Shape [3, stages].
-            waits: latency of one ring pass and of a tree. Shape [2, stages].
+            waits: latencies of a `RingCost`. Shape [3, stages].
         """
         device, _, _ = self.sums.sent.carried(replicas)
         load = between
@@ -140,8 +142,8 @@ class _Parts:
 class GradientSync:
     """Sync of a mix of pipelines. ``known``: rings through the same members, shared between mixes."""
 
-    def __init__(self, wires: Wires, lines: Sequence[Line], known: dict[object, RingCost]) -> None:
-        self._wires, self._lines = wires, lines
+    def __init__(self, wires: Wires, lines: Sequence[Line], known: dict[object, RingCost], software: Software) -> None:
+        self._wires, self._lines, self._software = wires, lines, software
         self._replicas = sum(line.count for line in lines)
         first, *others = (line.sums.borders for line in lines)
         self._cuts = np.unique(np.concatenate([first, *others])) if others else first
@@ -175,7 +177,8 @@ class GradientSync:
             backward = np.minimum.reduce([ways.backward_s[parts.stage] for ways, parts in spread])
             own = [parts.paced(longest, backward) for parts in self._parts]
         return [
-            _exchange(ways, line.sums.stops - line.sums.starts) for line, ways in zip(self._lines, own, strict=True)
+            _exchange(ways, line.sums.stops - line.sums.starts, self._software)
+            for line, ways in zip(self._lines, own, strict=True)
         ]
 
     def usd(self) -> tuple[float, float, float]:
@@ -210,11 +213,12 @@ def _ring(wires: Wires, pools: Mapping[str, tuple[int, int]]) -> RingCost:
     nodes = sum(count for count, _ in pools.values())
     links = []
     unknown = False
-    round_s = tree_s = 0.0
+    round_s = tree_s = chain_s = 0.0
     for name, (count, members) in pools.items():
         inside = wires.inside(fleet.pool(name))
         if inside is not None and members > count:
             round_s += (members - count) * inside.latency_s
+            chain_s = max(chain_s, (ceil(members / count) - 1) * inside.latency_s)
             tree_s = max(tree_s, ceil(log2(ceil(members / count))) * inside.latency_s)
         if count > 1:
             wire = wires.between(name, name)
@@ -234,10 +238,12 @@ def _ring(wires: Wires, pools: Mapping[str, tuple[int, int]]) -> RingCost:
             round_s += 0.0 if wire is None else wire.latency_s
     if nodes > 1 and links:
         tree_s += ceil(log2(nodes)) * max(wire.latency_s for wire in links)
+        chain_s += (nodes - 1) * max(wire.latency_s for wire in links)
+    turns_s = sum(members for _, members in pools.values()) * chain_s
     if nodes < 2:
-        return RingCost(0.0, round_s, tree_s)
+        return RingCost(0.0, round_s, tree_s, turns_s)
     slowest = min((wire.bandwidth_bytes_per_s for wire in links), default=inf)
-    return RingCost(inf if unknown else 1 / slowest, round_s, tree_s)
+    return RingCost(inf if unknown else 1 / slowest, round_s, tree_s, turns_s)
 
 
 def _share(wires: Wires, stage: TemplateStage, stages: int, count: int, layout: Layout) -> _Share:
@@ -273,14 +279,15 @@ def _experts(wires: Wires, stage: TemplateStage, width: int) -> float:
     return min(1.0, stage.devices / _nodes_of(wires, stage) / width) if width else 0.0
 
 
-def _exchange(ways: _Ways, layers: Ints) -> Exchange:
-    gradients_s, updated_s, parameters_s, round_s, tree_s = ways.exchange_s
+def _exchange(ways: _Ways, layers: Ints, software: Software) -> Exchange:
+    gradients_s, updated_s, parameters_s, round_s, tree_s, turns_s = ways.exchange_s
+    messages = software.gathers * layers
     return Exchange(
         reduced_s=2 * (gradients_s + np.minimum(round_s, tree_s)),
         scattered_s=gradients_s + round_s,
-        updated_s=updated_s + round_s,
-        scattered_layers_s=gradients_s + layers * round_s,
-        gathered_layers_s=parameters_s + layers * round_s,
+        updated_s=updated_s + (turns_s if software.broadcasts else round_s),
+        scattered_layers_s=gradients_s + messages * round_s,
+        gathered_layers_s=parameters_s + messages * round_s,
         backward_s=ways.backward_s,
     )
 

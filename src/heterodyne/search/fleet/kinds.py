@@ -111,10 +111,10 @@ def undominated(kinds: Sequence[Kind], layers: Sequence[int]) -> list[Kind]:
 
 
 def _figures(cost: LayerCost) -> tuple[float, ...]:
-    reduced = cost.gradient_bytes if cost.reduced_bytes is None else cost.reduced_bytes
     return (
         cost.forward_s,
         cost.backward_s,
+        cost.again_s,
         cost.update_s,
         cost.parameter_bytes,
         cost.gradient_bytes,
@@ -124,7 +124,7 @@ def _figures(cost: LayerCost) -> tuple[float, ...]:
         cost.workspace_bytes,
         cost.output_bytes,
         cost.expert_bytes,
-        reduced - cost.expert_bytes,
+        cost.gradient_bytes - cost.expert_bytes,
     )
 
 

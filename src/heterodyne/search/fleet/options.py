@@ -158,7 +158,7 @@ def shown_s(predictor: Predictor, stages: Ints, devices: Ints, longest_s: Floats
 
 def exposed_sync_s(predictor: Predictor, gradients_s: Floats, updated_s: Floats, longest_s: Floats) -> Floats:
     """Estimated exposed seconds of what takes so long if nothing hides it. ``longest_s``: of a micro-batch on the bottleneck stage."""
-    if not predictor.overlap:
+    if not predictor.software.overlap_gradients:
         return gradients_s + updated_s
     stated = constants().stated
     shown: Floats = exposed_s(gradients_s, _BACKWARD * longest_s, stated) + returned_s(updated_s, stated)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.plan.schedules.held_counts import alike, held_at_most
+from heterodyne.predictor.software import Software
 from heterodyne.search.fleet.bounded_cache import BoundedCache
 from heterodyne.search.fleet.plan import ScheduleName, Template
 from heterodyne.search.fleet.stage_tables import StageTables
@@ -62,6 +63,7 @@ class PipelineMemory:
     fleet: Fleet
     global_batch: int
     tables: StageTables
+    software: Software = field(default_factory=Software)
     _places: BoundedCache[tuple[Template, int, int], tuple[_Place, ...]] = field(
         default_factory=lambda: BoundedCache(_KEPT), repr=False
     )
@@ -109,10 +111,22 @@ class PipelineMemory:
 
     def _of_one(self, template: Template, replicas: int, zero: int) -> tuple[_Place, ...]:
         def made() -> tuple[_Place, ...]:
+            # One collective for all layers leaves nothing whole for a short time only.
+            level = zero - 1 if self.software.combined and zero > 1 else zero
             stages = [
-                table.memory(s.start, s.stop, recompute=s.recompute, held=1, replicas=replicas, zero=zero)
+                table.memory(s.start, s.stop, recompute=s.recompute, held=1, replicas=replicas, zero=level)
                 for s, table in zip(template.stages, self.tables.of(template), strict=True)
             ]
+            if self.software.keeps_outputs:
+                tables = self.tables.of(template)
+                # As the next stage would have them on such a device.
+                kept = [
+                    t.costs[s.stop].kept_bytes_recomputed for s, t in zip(template.stages[:-1], tables, strict=False)
+                ]
+                stages = [
+                    own._replace(activations=own.activations + more)
+                    for own, more in zip(stages, (*kept, 0), strict=True)
+                ]
             return tuple(_Place.of(stages[place :: template.places]) for place in range(template.places))
 
         return self._places.get((template, replicas, zero), made)

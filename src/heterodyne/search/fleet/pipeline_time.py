@@ -58,7 +58,7 @@ class PipelineTime:
                 StageTimes.halved(
                     forward_s=table.forward_s(stage.start, stage.stop),
                     backward_s=table.backward_s(stage.start, stage.stop, stage.recompute),
-                    recompute_s=table.forward_s(stage.start, stage.stop) if stage.recompute else 0.0,
+                    recompute_s=table.recompute_s(stage.start, stage.stop) if stage.recompute else 0.0,
                 )
                 for stage, table in own
             )

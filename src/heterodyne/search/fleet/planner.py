@@ -14,6 +14,7 @@ from math import inf
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.layers import LayerCosts
 from heterodyne.errors import ClusterError, InfeasibleError
+from heterodyne.predictor.software import Software
 from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
 from heterodyne.search.fleet.network import Network
 from heterodyne.search.fleet.objective import Objective
@@ -61,16 +62,14 @@ class FleetPlanner:
 
     Args:
         network: the model of traffic between devices; by default rings over the wires of the fleet.
-        blocking: whether the software that runs the plan blocks on messages between stages.
-        overlap: whether it overlaps gradient sync with the last backward.
+        software: that runs the plan.
     """
 
     fleet: Fleet
     costs: LayerCosts
     global_batch: int
     network: Network | None = None
-    blocking: bool = False
-    overlap: bool = True
+    software: Software = field(default_factory=Software)
     _tables: list[Tables] = field(default_factory=list, repr=False)
 
     @property
@@ -88,10 +87,9 @@ class FleetPlanner:
         predictor = Predictor(
             fleet=fleet,
             tables=self.tables,
-            network=self.network or RingNetwork(self.fleet),
+            network=self.network or RingNetwork(self.fleet, self.software),
             global_batch=self.global_batch,
-            blocking=self.blocking,
-            overlap=self.overlap,
+            software=self.software,
         )
         return Search(predictor=predictor, space=space, watch=watch or Watch())
 

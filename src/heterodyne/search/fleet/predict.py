@@ -10,15 +10,16 @@ updates everything everywhere but gathers nothing, so of 0 and 1 either can be f
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.plan.schedules.makespans import Makespans
+from heterodyne.predictor.software import Software
 from heterodyne.search.fleet.bounded_cache import BoundedCache
 from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, Mix
-from heterodyne.search.fleet.network import Exchanges, Network
+from heterodyne.search.fleet.network import Exchange, Exchanges, Network
 from heterodyne.search.fleet.pipeline_memory import PipelineMemory
 from heterodyne.search.fleet.pipeline_time import PipelineTime
 from heterodyne.search.fleet.plan import (
@@ -46,16 +47,14 @@ class Predictor:
     """Predicts plans of one model on one fleet for one global batch, with caches.
 
     Args:
-        blocking: whether a sender waits, without computing, until the next stage has received.
-        overlap: whether gradient sync overlaps with the last backward.
+        software: that runs the plans.
     """
 
     fleet: Fleet
     tables: Tables
     network: Network
     global_batch: int
-    blocking: bool = False
-    overlap: bool = True
+    software: Software = field(default_factory=Software)
     _after: BoundedCache[tuple[Mix, Layout, int], tuple[float, float]] = field(
         default_factory=lambda: BoundedCache(1024), repr=False
     )
@@ -66,12 +65,14 @@ class Predictor:
     @cached_property
     def pipeline_time(self) -> PipelineTime:
         """Times of single pipelines."""
-        return PipelineTime(tables=self._stage_tables, network=self.network, blocking=self.blocking)
+        return PipelineTime(tables=self._stage_tables, network=self.network, blocking=not self.software.overlap_sends)
 
     @cached_property
     def pipeline_memory(self) -> PipelineMemory:
         """Memory of single pipelines."""
-        return PipelineMemory(fleet=self.fleet, global_batch=self.global_batch, tables=self._stage_tables)
+        return PipelineMemory(
+            fleet=self.fleet, global_batch=self.global_batch, tables=self._stage_tables, software=self.software
+        )
 
     @cached_property
     def _spent(self) -> ResourceUse:
@@ -95,6 +96,11 @@ class Predictor:
         routed = any(cost.expert_bytes for cost in table.costs[stage.start : stage.stop])
         return table.expert_width if routed else 0
 
+    def recomputed(self, template: Template, number: int) -> tuple[int, ...]:
+        """Layers of a stage that are recomputed."""
+        stage, costs = template.stages[number], self.stage_tables(template)[number].costs
+        return tuple(layer for layer in range(stage.start, stage.stop) if stage.recompute and costs[layer].again_s > 0)
+
     def cut_alike(self, mix: Mix) -> bool:
         """Whether every layer, and every tied parameter, is sharded over as many devices in all of these pipelines: this library shards
         state over devices that hold the same boxes of a weight alone (`plan.check_state`)."""
@@ -117,7 +123,7 @@ class Predictor:
         exchanges = self.exchanges(mix, layout).of
         found = {}
         for template, own in plain.items():
-            stages = beside(own.stages, exchanges[template], zero, overlap=self.overlap)
+            stages = beside(own.stages, exchanges[template], zero, self.software)
             same = stages == list(own.stages)
             found[template] = (
                 own if same else Makespans(stages, own.sends, schedule, template.chunks, self.pipeline_time.played)
@@ -140,15 +146,26 @@ class Predictor:
 
     def _sync_and_update_s(self, mix: Mix, layout: Layout, zero: int) -> tuple[float, float]:
         exchanges = self.exchanges(mix, layout).of
-        replicas = sum(count for _, count in mix)
+        whole = sum(count for _, count in mix)
+        replicas = self._sharding(whole, zero)
+        if replicas < whole:
+            exchanges = self._in_groups(mix, layout, replicas)
         sync_s = max(
-            exposed_at_end_s(of_places(own, template.places), zero, overlap=self.overlap)
+            exposed_at_end_s(of_places(own, template.places), zero, self.software)
             for template, own in exchanges.items()
         )
         # The gradient of an embedding is made last, so nothing hides its sum with that of the head.
         sync_s += max(self._tied_s(template, layout) for template, _ in mix)
         update_s = max(float(self.stage_sums(template).update_s(replicas, zero).max()) for template, _ in mix)
         return sync_s, update_s
+
+    def _in_groups(self, mix: Mix, layout: Layout, group: int) -> dict[Template, Exchange]:
+        """Where neighbours share state: gradients are summed over all replicas, updated parameters come from one of ``group``."""
+        few = self.exchanges(tuple((template, min(count, group)) for template, count in mix), layout).of
+        return {
+            template: replace(own, scattered_s=own.reduced_s, updated_s=few[template].updated_s)
+            for template, own in self.exchanges(mix, layout).of.items()
+        }
 
     def _tied_s(self, template: Template, layout: Layout) -> float:
         """All-reduce of tied parameters between ranks of one pipeline, after the sync over replicas (as in Megatron-LM)."""
@@ -190,13 +207,20 @@ class Predictor:
         if len(first) > 1:
             first.sort(key=lambda entry: (sum(self.sync_and_update_s(mix, layout, entry[0])), entry[0]))
         yield from first
+        if self.software.keeps_gathered and any(template.places > 1 for template, _ in mix):
+            return  # in pipelines such software shards no more than level 1 does
         for level in sorted(zero):
             if level > 1 and (most := self._room(mix, schedule, level)):
                 yield level, most
 
+    def _sharding(self, replicas: int, zero: int) -> int:
+        """Of so many replicas of a pipeline, those that share state."""
+        group = self.software.state_group
+        return min(replicas, group) if zero == 1 and group else replicas
+
     def _room(self, mix: Mix, schedule: ScheduleName, zero: int) -> list[int]:
         """The largest number of micro-batches of a pipeline of each template; empty if one has no memory for any."""
-        replicas = sum(count for _, count in mix)
+        replicas = self._sharding(sum(count for _, count in mix), zero)
         found = []
         for template, _ in mix:
             most = self.pipeline_memory.most_micro_batches(template, schedule, replicas, zero)
@@ -215,7 +239,7 @@ class Predictor:
         below_s: float,
     ) -> tuple[EvaluatedPlan | None, bool]:
         """The plan at one ZeRO level, and whether memory limits no pipeline: then no higher level can be faster."""
-        replicas = sum(count for _, count in mix)
+        replicas = self._sharding(sum(count for _, count in mix), zero)
         free = all(own == self.pipeline_memory.whole(template) for own, (template, _) in zip(most, mix, strict=True))
         sync_s, update_s = self.sync_and_update_s(mix, layout, zero)
         if sync_s == inf:

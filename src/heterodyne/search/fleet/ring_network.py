@@ -12,13 +12,14 @@ devices than one set is sharded over: they are members of the same rings.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import inf
 
 from heterodyne.cluster.fleet import Fleet, Pool
 from heterodyne.cost.layers import Widths
+from heterodyne.predictor.software import Software
 from heterodyne.search.fleet.bounded_cache import BoundedCache
 from heterodyne.search.fleet.comm_volume import Rates
 from heterodyne.search.fleet.fleet_wires import Wires
@@ -34,9 +35,10 @@ _LINES_KEPT = 1024
 
 @dataclass(frozen=True)
 class RingNetwork:
-    """Implements `network.Network` for a fleet."""
+    """Implements `network.Network` for a fleet, as some software uses it."""
 
     fleet: Fleet
+    software: Software = field(default_factory=Software)
 
     @cached_property
     def _wires(self) -> Wires:
@@ -63,8 +65,8 @@ class RingNetwork:
         pool = self.fleet.pool(source.pool)
         if source.pool == target.pool and self._same_node(template, stage, pool, layout):
             inside = self._wires.inside(pool)
-            # Parts of the sequence and of the micro-batch go side by side, as many as the stage with fewer of them has.
-            own = size_bytes / min(source.widths.copies, target.widths.copies)
+            # Each device sends its part of it, beside the others.
+            own = size_bytes / min(source.devices, target.devices)
             return inf if inside is None else inside.latency_s + own / inside.bandwidth_bytes_per_s
         wire = self._wires.between(source.pool, target.pool)
         if wire is None:
@@ -81,7 +83,7 @@ class RingNetwork:
 
     def exchanges(self, placed: Placed, sums_of: Mapping[Template, StageSums], layout: Layout) -> Exchanges:
         lines = [self._line(sums_of[template], count, layout) for template, count in placed]
-        laid = GradientSync(self._wires, lines, self._known)
+        laid = GradientSync(self._wires, lines, self._known, self.software)
         of = {template: own for (template, _), own in zip(placed, laid.exchanges(), strict=True)}
         if not self.fleet.usd_per_byte:
             return Exchanges(of=of)

@@ -68,9 +68,10 @@ class StageCosts:
 
     def __init__(self, kinds: Sequence[Kind], sharing: Sharing, *, held: int, recompute: bool) -> None:
         self.layers = len(kinds[0].table.costs)
-        forward, backward = (np.concatenate(own) for own in zip(*(kind.table.passes for kind in kinds), strict=True))
-        self.forward, self.backward = forward, backward
-        self.plain, self.again = forward + backward, 2 * forward + backward
+        passes = zip(*(kind.table.passes for kind in kinds), strict=True)
+        self.forward, self.backward, self.recompute = (np.concatenate(own) for own in passes)
+        self.plain = self.forward + self.backward
+        self.again = self.plain + self.recompute
         self.levels = [_Level(kinds, sharing, zero, held, recompute) for zero in sharing.zero]
 
     def of(self, kind: Ints, held: Ints | int, start: Ints) -> Stages:
@@ -106,7 +107,7 @@ class Stages:
     def _exchanged(self, level: _Level, to: Ints) -> tuple[Floats, Floats]:
         """Passes take no less than what is exchanged beside them, inside a node or between nodes, whichever is sooner."""
         costs, at = self._costs, self._at
-        forward, backward = costs.forward[to] - costs.forward[at], costs.backward[to] - costs.backward[at]
+        forward, backward, again = (own[to] - own[at] for own in (costs.forward, costs.backward, costs.recompute))
         assert level.exchanged is not None
         inside, outside = level.rates
         seconds = []
@@ -116,7 +117,7 @@ class Stages:
             seconds.append(np.minimum(inside[self._kind] * own, outside[self._kind] * beyond))
         behind = seconds[0] + (seconds[1] if len(seconds) > 1 else 0.0)
         ahead = np.maximum(forward, seconds[1]) if len(seconds) > 1 else forward
-        return ahead + np.maximum(backward, behind), ahead + np.maximum(backward + forward, behind)
+        return ahead + np.maximum(backward, behind), ahead + np.maximum(backward + again, behind)
 
 
 class _Level:

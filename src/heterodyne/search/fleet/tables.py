@@ -19,7 +19,7 @@ import numpy as np
 
 from heterodyne.cost.layers import LayerCost, LayerCosts, Widths
 from heterodyne.search.fleet.arrays import Floats, Ints, between, largest, sums
-from heterodyne.search.fleet.comm_volume import EXCHANGED, CommVolume, Exchanged, LayerBytes, expert_part, reduced_bytes
+from heterodyne.search.fleet.comm_volume import EXCHANGED, CommVolume, Exchanged, LayerBytes, expert_part
 
 __all__ = ["Memory", "Table", "Tables"]
 
@@ -49,14 +49,16 @@ class Table:
         return self._forward[stop] - self._forward[start]
 
     def backward_s(self, start: int, stop: int, recompute: bool) -> float:
-        """With the forward again if it is recomputed."""
-        again = self.forward_s(start, stop) if recompute else 0.0
-        return self._backward[stop] - self._backward[start] + again
+        """With what is computed again if it is recomputed."""
+        return self._backward[stop] - self._backward[start] + (self.recompute_s(start, stop) if recompute else 0.0)
+
+    def recompute_s(self, start: int, stop: int) -> float:
+        return self._again[stop] - self._again[start]
 
     def updates_s(self, starts: Ints, stops: Ints) -> Floats:
         """Of what a device of each stage updates, were all pipelines one: all of its parameters, and its share. Shape [2, stages]."""
         found: Floats = self._update[:, stops] - self._update[:, starts]
-        return found
+        return found - self._again_tied(self._update, starts, stops)
 
     def reduced_bytes(self, start: int, stop: int) -> float:
         """Gradients of whole layers: of one copy of what is no expert's, and of one set of the experts."""
@@ -65,7 +67,8 @@ class Table:
 
     def sent(self, starts: Ints, stops: Ints) -> CommVolume:
         """Communication volume of stages from some layers to others, of all that is `EXCHANGED`. Shapes [3, 3, stages]."""
-        whole, kept = self._sent[..., stops] - self._sent[..., starts]
+        found = self._sent[..., stops] - self._sent[..., starts]
+        whole, kept = found - self._again_tied(self._sent, starts, stops)
         return CommVolume(whole, kept)
 
     def tied_bytes(self, start: int, stop: int) -> float:
@@ -76,6 +79,16 @@ class Table:
     @cached_property
     def _tied(self) -> list[int]:
         return [layer for layer, cost in enumerate(self.costs) if cost.tied_bytes]
+
+    def _again_tied(self, sums: Floats, starts: Ints, stops: Ints) -> Floats:
+        """Of sums over layers, what a stage that has the first and the last of the layers with tied parameters would count twice."""
+        if len(self._tied) < 2:
+            return np.zeros(1)
+        first, last = self._tied[0], self._tied[-1]
+        cost = self.costs[last]
+        each = (sums[..., last + 1] - sums[..., last]) * (cost.tied_bytes / cost.gradient_bytes)
+        found: Floats = each[..., None] * ((starts <= first) & (stops > last))
+        return found
 
     @cached_property
     def expert_width(self) -> int:
@@ -100,13 +113,11 @@ class Table:
         """
         zero = zero if replicas * self.widths.copies > 1 else 0
         kept = self._kept_again if recompute else self._kept
-        passing = float(self._working[start, stop])
-        if recompute:
-            passing += float(self._redone[start, stop])
+        passing = float((self._working_again if recompute else self._working)[start, stop])
         if zero > 1:
             passing += float(self._passing[zero][start, stop])
         parameters, gradients, optimizer = (
-            (own.shared[stop] - own.shared[start]) / replicas if zero >= level else own.whole[stop] - own.whole[start]
+            float(own.shared[start, stop]) / replicas if zero >= level else float(own.whole[start, stop])
             for own, level in ((self._parameters, 3), (self._gradients, 2), (self._optimizer, 1))
         )
         return Memory(
@@ -118,9 +129,9 @@ class Table:
         )
 
     @property
-    def passes(self) -> tuple[Floats, Floats]:
-        """Forward and backward of the first layers. Shape [layers + 1]."""
-        return np.array(self._forward), np.array(self._backward)
+    def passes(self) -> tuple[Floats, Floats, Floats]:
+        """Forward, backward and recompute of the first layers. Shape [layers + 1]."""
+        return np.array(self._forward), np.array(self._backward), np.array(self._again)
 
     def exchanged(self, what: Exchanged) -> CommVolume:
         """Of the first layers (see `LayerBytes`). Shape [3, layers + 1]."""
@@ -128,20 +139,20 @@ class Table:
 
     def most_held(self, zero: int, replicas: int, memory_bytes: float, *, recompute: bool) -> Floats:
         """For every start and stop the largest number of micro-batches in flight; negative where the stage itself does not fit."""
-        room = memory_bytes - self._fixed_bytes(zero, replicas)
+        room = memory_bytes - self._fixed_bytes(zero, replicas, recompute=recompute)
         each = between(self._kept_again if recompute else self._kept)
-        if recompute:
-            room -= self._redone
         with np.errstate(divide="ignore", invalid="ignore"):
             found: Floats = np.where(each > 0, np.floor(room / each), np.where(room >= 0, np.inf, -1.0))
         return found
 
-    def _fixed_bytes(self, zero: int, replicas: int) -> Floats:
-        fixed = np.zeros(len(self.costs) + 1)
+    def _fixed_bytes(self, zero: int, replicas: int, *, recompute: bool) -> Floats:
+        fixed = np.zeros((len(self.costs) + 1,) * 2)
         for own, level in ((self._parameters, 3), (self._gradients, 2), (self._optimizer, 1)):
-            fixed += np.array(own.shared) / replicas if zero >= level else np.array(own.whole)
-        beside = self._working + self._passing[zero] if zero > 1 else self._working
-        found: Floats = fixed[None, :] - fixed[:, None] + beside
+            fixed += own.shared / replicas if zero >= level else own.whole
+        beside = self._working_again if recompute else self._working
+        if zero > 1:
+            beside = beside + self._passing[zero]
+        found: Floats = fixed + beside
         return found
 
     @cached_property
@@ -151,6 +162,10 @@ class Table:
     @cached_property
     def _backward(self) -> list[float]:
         return sums([cost.backward_s for cost in self.costs])
+
+    @cached_property
+    def _again(self) -> list[float]:
+        return sums([cost.again_s for cost in self.costs])
 
     @cached_property
     def _update(self) -> Floats:
@@ -168,20 +183,26 @@ class Table:
 
     @cached_property
     def _parameters(self) -> _State:
-        return _State([cost.parameter_bytes for cost in self.costs], self._parts)
+        return self._state([cost.parameter_bytes for cost in self.costs])
 
     @cached_property
     def _gradients(self) -> _State:
-        return _State([cost.gradient_bytes for cost in self.costs], self._parts)
+        return self._state([cost.gradient_bytes for cost in self.costs])
 
     @cached_property
     def _optimizer(self) -> _State:
-        return _State([cost.optimizer_bytes for cost in self.costs], self._parts)
+        return self._state([cost.optimizer_bytes for cost in self.costs])
+
+    def _state(self, values: Sequence[float]) -> _State:
+        rows = np.array([sums(values), sums([part * value for part, value in zip(self._parts, values, strict=True)])])
+        starts, stops = np.indices((len(self.costs) + 1,) * 2)
+        whole, shared = rows[:, stops] - rows[:, starts] - self._again_tied(rows[:, None], starts, stops)
+        return _State(whole, shared)
 
     @cached_property
     def _whole(self) -> dict[Exchanged, LayerBytes]:
         sizes: dict[Exchanged, list[float]] = {
-            "gradients": [reduced_bytes(cost) for cost in self.costs],
+            "gradients": [cost.gradient_bytes for cost in self.costs],
             # What is frozen is not updated.
             "updated": [min(cost.parameter_bytes, cost.gradient_bytes) for cost in self.costs],
             "parameters": [cost.parameter_bytes for cost in self.costs],
@@ -199,15 +220,17 @@ class Table:
 
     @cached_property
     def _kept_again(self) -> list[float]:
-        return sums([cost.kept_bytes_recomputed for cost in self.costs])
-
-    @cached_property
-    def _redone(self) -> Floats:
-        return largest([max(0, cost.kept_bytes - cost.kept_bytes_recomputed) for cost in self.costs])
+        return sums([min(cost.kept_bytes, cost.kept_bytes_recomputed) for cost in self.costs])
 
     @cached_property
     def _working(self) -> Floats:
         return largest([cost.workspace_bytes for cost in self.costs])
+
+    @cached_property
+    def _working_again(self) -> Floats:
+        """With what recompute brings back of the layer."""
+        again = [max(0, cost.kept_bytes - cost.kept_bytes_recomputed) for cost in self.costs]
+        return largest([own + cost.workspace_bytes for own, cost in zip(again, self.costs, strict=True)])
 
     @cached_property
     def _passing(self) -> dict[int, Floats]:
@@ -240,12 +263,11 @@ class Tables:
         return self._known[key]
 
 
-class _State:
-    """Bytes of state of a device, whole and in its share of one pipeline, summed over layers."""
+class _State(NamedTuple):
+    """Bytes of state of a device, whole and in its share of one pipeline, of any stage. Shape [starts, stops]."""
 
-    def __init__(self, values: Sequence[float], parts: Sequence[float]) -> None:
-        self.whole = sums(values)
-        self.shared = sums([part * value for part, value in zip(parts, values, strict=True)])
+    whole: Floats
+    shared: Floats
 
 
 def _gathered(cost: LayerCost, zero: int) -> float:

@@ -135,7 +135,7 @@ class PaperPlanner:
         )
 
     def _plan(self, plan: TemplatePlan) -> Plan:
-        made = written_plan(plan, self.fleet, self._predictor.expert_width)
+        made = written_plan(plan, self.fleet, self._predictor.expert_width, self._predictor.recomputed)
         return made.model_copy(update={"precision": self.precision})
 
     def _predicted(self, found: EvaluatedPlan, reason: str = "") -> Plan:
@@ -159,10 +159,20 @@ class PaperPlanner:
         return self.planner.search(Space()).predictor
 
 
-def written_plan(plan: TemplatePlan, fleet: Fleet, expert_width: Callable[[Template, int], int] = lambda *_: 0) -> Plan:
+def _all_layers(template: Template, number: int) -> tuple[int, ...]:
+    stage = template.stages[number]
+    return tuple(range(stage.start, stage.stop)) if stage.recompute else ()
+
+
+def written_plan(
+    plan: TemplatePlan,
+    fleet: Fleet,
+    expert_width: Callable[[Template, int], int] = lambda *_: 0,
+    recomputed: Callable[[Template, int], tuple[int, ...]] = _all_layers,
+) -> Plan:
     """Micro-batches that are not full belong to the last pipelines; pipelines with the same number of micro-batches are written once.
 
-    ``expert_width``: devices of a stage over which one set of its experts is sharded.
+    ``expert_width``: devices of a stage over which one set of its experts is sharded. ``recomputed``: the layers of a stage that are.
     """
     pipelines = []
     batches = _batches(plan)
@@ -174,6 +184,7 @@ def written_plan(plan: TemplatePlan, fleet: Fleet, expert_width: Callable[[Templ
                 fleet,
                 number % group.template.places if group.template.chunks > 1 else None,
                 expert_width(group.template, number),
+                recomputed(group.template, number),
             )
             for number, stage in enumerate(group.template.stages)
         )
@@ -190,7 +201,7 @@ def written_plan(plan: TemplatePlan, fleet: Fleet, expert_width: Callable[[Templ
     )
 
 
-def _stage(stage: TemplateStage, fleet: Fleet, place: int | None, experts: int) -> Stage:
+def _stage(stage: TemplateStage, fleet: Fleet, place: int | None, experts: int, recomputed: tuple[int, ...]) -> Stage:
     pool = fleet.pool(stage.pool)
     # What exchanges most is innermost, among the devices that are nearest to each other.
     ways: tuple[tuple[Kind, int], ...] = (("replicate", stage.data), ("context", stage.context), ("split", stage.width))
@@ -206,7 +217,7 @@ def _stage(stage: TemplateStage, fleet: Fleet, place: int | None, experts: int) 
             experts=experts if experts > 1 else None,
         ),
         regions=(Region(layout=layout),),
-        recompute=tuple(range(stage.start, stage.stop)) if stage.recompute else (),
+        recompute=recomputed,
     )
 
 

@@ -9,7 +9,7 @@
 
 What goes beside a micro-batch hides behind the computing of the neighbouring layers, so that a pass takes the longer of the two, as in
 `predictor.passes`. What comes at the end of gradients hides behind the last backward (`predictor.overlap`); the last bucket never does.
-Software that does not overlap gradients exchanges them in the open, after the backward that made them.
+Software that does not overlap gradients exchanges them in the open, after the backward that made them; of parameters likewise.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from dataclasses import replace
 from heterodyne.plan.schedules.times import StageTimes
 from heterodyne.predictor.constants import constants
 from heterodyne.predictor.overlap import exposed_s, last_bucket_s, returned_s
+from heterodyne.predictor.software import Software
 from heterodyne.search.fleet.arrays import Floats
 from heterodyne.search.fleet.network import Exchange, Exchanges
 
 __all__ = ["beside", "exposed_at_end_s", "of_places", "usd"]
 
 
-def exposed_at_end_s(exchange: Exchange, zero: int, *, overlap: bool = True) -> float:
-    """Exposed gradient-sync seconds after the pipelines, of the stage with most. ``overlap``: sync overlaps with the last backward.
+def exposed_at_end_s(exchange: Exchange, zero: int, software: Software) -> float:
+    """Exposed gradient-sync seconds after the pipelines, of the stage with most.
 
     A stage that finishes before others of its pipeline could hide more; the replicas of a layer wait for the one that hides least.
     """
-    return float((_at_end_s if overlap else _in_the_open_s)(exchange, zero).max())
+    return float((_at_end_s if software.overlap_gradients else _in_the_open_s)(exchange, zero).max())
 
 
 def of_places(exchange: Exchange, places: int) -> Exchange:
@@ -53,14 +54,17 @@ def of_places(exchange: Exchange, places: int) -> Exchange:
     )
 
 
-def beside(stages: Sequence[StageTimes], exchange: Exchange, zero: int, *, overlap: bool = True) -> list[StageTimes]:
+def beside(stages: Sequence[StageTimes], exchange: Exchange, zero: int, software: Software) -> list[StageTimes]:
     """Stage times of a micro-batch with ZeRO traffic; unchanged where all of it is hidden."""
     if zero < 2:
         return list(stages)
     scattered = exchange.scattered_layers_s.tolist()
-    if zero == 2 and not overlap:
-        return [replace(stage, weight_s=stage.weight_s + own) for stage, own in zip(stages, scattered, strict=True)]
     gathered = exchange.gathered_layers_s.tolist() if zero > 2 else [0.0] * len(scattered)
+    if not (software.overlap_parameters if zero > 2 else software.overlap_gradients):
+        return [
+            replace(stage, forward_s=stage.forward_s + ahead, weight_s=stage.weight_s + ahead + own)
+            for stage, ahead, own in zip(stages, gathered, scattered, strict=True)
+        ]
     return [_beside(*own) for own in zip(stages, gathered, scattered, strict=True)]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cost.layers import LayerCost, Widths
+from heterodyne.predictor.software import Software
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.search import Search
@@ -122,7 +123,6 @@ def search_of(
         tables=Tables(costs),
         network=RingNetwork(fleet),
         global_batch=global_batch,
-        blocking=waits,
-        overlap=not waits,
+        software=Software(overlap_sends=not waits, overlap_gradients=not waits),
     )
     return Search(predictor=predictor, space=space or Space())
