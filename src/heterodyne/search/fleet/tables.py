@@ -85,10 +85,15 @@ class Table:
         if len(self._tied) < 2:
             return np.zeros(1)
         first, last = self._tied[0], self._tied[-1]
-        cost = self.costs[last]
-        each = (sums[..., last + 1] - sums[..., last]) * (cost.tied_bytes / cost.gradient_bytes)
+        each = (sums[..., last + 1] - sums[..., last]) * self._tied_part
         found: Floats = each[..., None] * ((starts <= first) & (stops > last))
         return found
+
+    @cached_property
+    def _tied_part(self) -> float:
+        """Of the last layer with tied parameters, the part that they are."""
+        cost = self.costs[self._tied[-1]]
+        return cost.tied_bytes / cost.gradient_bytes
 
     @cached_property
     def expert_width(self) -> int:
@@ -116,8 +121,11 @@ class Table:
         passing = float((self._working_again if recompute else self._working)[start, stop])
         if zero > 1:
             passing += float(self._passing[zero][start, stop])
+        both = len(self._tied) > 1 and start <= self._tied[0] and stop > self._tied[-1]
         parameters, gradients, optimizer = (
-            float(own.shared[start, stop]) / replicas if zero >= level else float(own.whole[start, stop])
+            (own.shared[stop] - own.shared[start] - both * own.tied_shared) / replicas
+            if zero >= level
+            else own.whole[stop] - own.whole[start] - both * own.tied
             for own, level in ((self._parameters, 3), (self._gradients, 2), (self._optimizer, 1))
         )
         return Memory(
@@ -146,13 +154,16 @@ class Table:
         return found
 
     def _fixed_bytes(self, zero: int, replicas: int, *, recompute: bool) -> Floats:
-        fixed = np.zeros((len(self.costs) + 1,) * 2)
+        fixed, tied = np.zeros(len(self.costs) + 1), 0.0
         for own, level in ((self._parameters, 3), (self._gradients, 2), (self._optimizer, 1)):
-            fixed += own.shared / replicas if zero >= level else own.whole
+            fixed += np.array(own.shared) / replicas if zero >= level else np.array(own.whole)
+            tied += own.tied_shared / replicas if zero >= level else own.tied
         beside = self._working_again if recompute else self._working
         if zero > 1:
             beside = beside + self._passing[zero]
-        found: Floats = fixed + beside
+        found: Floats = fixed[None, :] - fixed[:, None] + beside
+        if len(self._tied) > 1:
+            found[: self._tied[0] + 1, self._tied[-1] + 1 :] -= tied
         return found
 
     @cached_property
@@ -194,10 +205,9 @@ class Table:
         return self._state([cost.optimizer_bytes for cost in self.costs])
 
     def _state(self, values: Sequence[float]) -> _State:
-        rows = np.array([sums(values), sums([part * value for part, value in zip(self._parts, values, strict=True)])])
-        starts, stops = np.indices((len(self.costs) + 1,) * 2)
-        whole, shared = rows[:, stops] - rows[:, starts] - self._again_tied(rows[:, None], starts, stops)
-        return _State(whole, shared)
+        tied = values[self._tied[-1]] * self._tied_part if self._tied else 0.0
+        shared = [part * value for part, value in zip(self._parts, values, strict=True)]
+        return _State(sums(values), sums(shared), tied, tied / self.widths.copies)
 
     @cached_property
     def _whole(self) -> dict[Exchanged, LayerBytes]:
@@ -264,10 +274,15 @@ class Tables:
 
 
 class _State(NamedTuple):
-    """Bytes of state of a device, whole and in its share of one pipeline, of any stage. Shape [starts, stops]."""
+    """Bytes of state of a device, whole and in its share of one pipeline, summed over layers.
 
-    whole: Floats
-    shared: Floats
+    ``tied``, ``tied_shared``: of those, what a stage with both ends of tied parameters would count twice.
+    """
+
+    whole: list[float]
+    shared: list[float]
+    tied: float
+    tied_shared: float
 
 
 def _gathered(cost: LayerCost, zero: int) -> float:
