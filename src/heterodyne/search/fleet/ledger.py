@@ -63,7 +63,7 @@ class Ledger:
         if (mix, own) in self._by_schedules:
             return self._by_schedules[mix, own]
         levels = self.space.zero
-        if self.space.runnable and max(levels) > 0 and not self.predictor.cut_alike(mix):
+        if self.space.runnable and max(levels) > 0 and not self.predictor.stage_tables.cut_alike(mix):
             levels = tuple(level for level in levels if level == 0)
         self._work += sum(4 + len(t.stages) + len(t.stages) ** 2 // 16 for t, _ in mix)
         known: list[EvaluatedPlan] = []

@@ -179,7 +179,7 @@ class Neighbourhood:
     def _known(self, template: Template) -> bool:
         """Whether the costs of all its stages are known."""
         try:
-            self.predictor.stage_tables(template)
+            self.predictor.stage_tables.of(template)
         except KeyError:
             return False
         return True

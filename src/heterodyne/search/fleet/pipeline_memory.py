@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import ceil
@@ -111,25 +111,25 @@ class PipelineMemory:
 
     def _of_one(self, template: Template, replicas: int, zero: int) -> tuple[_Place, ...]:
         def made() -> tuple[_Place, ...]:
-            # One collective for all layers leaves nothing whole for a short time only.
-            level = zero - 1 if self.software.combined and zero > 1 else zero
-            stages = [
-                table.memory(s.start, s.stop, recompute=s.recompute, held=1, replicas=replicas, zero=level)
-                for s, table in zip(template.stages, self.tables.of(template), strict=True)
-            ]
-            if self.software.keeps_outputs:
-                tables = self.tables.of(template)
-                # As the next stage would have them on such a device.
-                kept = [
-                    t.costs[s.stop].kept_bytes_recomputed for s, t in zip(template.stages[:-1], tables, strict=False)
-                ]
-                stages = [
-                    own._replace(activations=own.activations + more)
-                    for own, more in zip(stages, (*kept, 0), strict=True)
-                ]
+            stages = list(self._stages(template, replicas, zero))
             return tuple(_Place.of(stages[place :: template.places]) for place in range(template.places))
 
         return self._places.get((template, replicas, zero), made)
+
+    def _stages(self, template: Template, replicas: int, zero: int) -> Iterator[Memory]:
+        """Of each stage with one micro-batch."""
+        # Where one collective serves all layers, what it gathers or scatters is whole until the last of them.
+        level = zero - 1 if self.software.combined and zero > 1 else zero
+        for stage, table in zip(template.stages, self.tables.of(template), strict=True):
+            own = table.memory(
+                stage.start, stage.stop, recompute=stage.recompute, held=1, replicas=replicas, zero=level
+            )
+            if self.software.keeps_outputs and stage.stop < len(table.costs):
+                output = table.costs[
+                    stage.stop
+                ].kept_bytes_recomputed  # as the next layer would have it on such a device
+                own = own._replace(activations=own.activations + output)
+            yield own
 
     def _of_several(self, template: Template, fits: Callable[[int], bool]) -> int:
         """Stages on each place: rounds are larger by a part of the micro-batches that do not fill them, so of a few that follow each other

@@ -32,9 +32,8 @@ from heterodyne.search.fleet.plan import (
 )
 from heterodyne.search.fleet.resource_use import ResourceUse
 from heterodyne.search.fleet.shares import groups_of, micro_batches_each, time_until
-from heterodyne.search.fleet.stage_sums import StageSums
 from heterodyne.search.fleet.stage_tables import StageTables
-from heterodyne.search.fleet.tables import Table, Tables
+from heterodyne.search.fleet.tables import Tables
 from heterodyne.search.fleet.zero_traffic import beside, exposed_at_end_s, of_places, usd
 
 __all__ = ["Predictor"]
@@ -65,55 +64,23 @@ class Predictor:
     @cached_property
     def pipeline_time(self) -> PipelineTime:
         """Times of single pipelines."""
-        return PipelineTime(tables=self._stage_tables, network=self.network, blocking=not self.software.overlap_sends)
+        return PipelineTime(tables=self.stage_tables, network=self.network, blocking=not self.software.overlap_sends)
 
     @cached_property
     def pipeline_memory(self) -> PipelineMemory:
         """Memory of single pipelines."""
         return PipelineMemory(
-            fleet=self.fleet, global_batch=self.global_batch, tables=self._stage_tables, software=self.software
+            fleet=self.fleet, global_batch=self.global_batch, tables=self.stage_tables, software=self.software
         )
 
     @cached_property
     def _spent(self) -> ResourceUse:
-        return ResourceUse(fleet=self.fleet, room=self.pipeline_memory, tables=self._stage_tables)
+        return ResourceUse(fleet=self.fleet, room=self.pipeline_memory, tables=self.stage_tables)
 
     @cached_property
-    def _stage_tables(self) -> StageTables:
+    def stage_tables(self) -> StageTables:
+        """What each stage costs, with all that follows from its layers alone."""
         return StageTables(fleet=self.fleet, tables=self.tables)
-
-    def stage_tables(self, template: Template) -> tuple[Table, ...]:
-        """Raises KeyError if the costs of a stage are not known."""
-        return self._stage_tables.of(template)
-
-    def stage_sums(self, template: Template) -> StageSums:
-        """Raises KeyError if the costs of a stage are not known."""
-        return self._stage_tables.sums(template)
-
-    def expert_width(self, template: Template, number: int) -> int:
-        """Devices of a stage over which one set of its experts is sharded; 0 where it has none."""
-        stage, table = template.stages[number], self.stage_tables(template)[number]
-        routed = any(cost.expert_bytes for cost in table.costs[stage.start : stage.stop])
-        return table.expert_width if routed else 0
-
-    def recomputed(self, template: Template, number: int) -> tuple[int, ...]:
-        """Layers of a stage that are recomputed."""
-        stage, costs = template.stages[number], self.stage_tables(template)[number].costs
-        return tuple(layer for layer in range(stage.start, stage.stop) if stage.recompute and costs[layer].again_s > 0)
-
-    def cut_alike(self, mix: Mix) -> bool:
-        """Whether every layer, and every tied parameter, is sharded over as many devices in all of these pipelines: this library shards
-        state over devices that hold the same boxes of a weight alone (`plan.check_state`)."""
-        by_layer: dict[int, tuple[int, int]] = {}
-        for template, _ in mix:
-            tied, _ = self._stage_tables.tied(template)
-            if len({template.homes[place].width for place in tied}) > 1:
-                return False
-            for number, stage in enumerate(template.stages):
-                cut = stage.width, self.expert_width(template, number)
-                if any(by_layer.setdefault(layer, cut) != cut for layer in range(stage.start, stage.stop)):
-                    return False
-        return True
 
     def played(self, mix: Mix, schedule: ScheduleName, layout: Layout, zero: int) -> Mapping[Template, Makespans]:
         """Makespans of each template, with the ZeRO traffic of each micro-batch."""
@@ -134,7 +101,9 @@ class Predictor:
         """Between the replicas of all layers."""
 
         def made() -> Exchanges:
-            return self.network.exchanges(mix, {template: self.stage_sums(template) for template, _ in mix}, layout)
+            return self.network.exchanges(
+                mix, {template: self.stage_tables.sums(template) for template, _ in mix}, layout
+            )
 
         return self._exchanged.get((mix, layout), made)
 
@@ -145,18 +114,16 @@ class Predictor:
         return self._after.get((mix, layout, zero), lambda: self._sync_and_update_s(mix, layout, zero))
 
     def _sync_and_update_s(self, mix: Mix, layout: Layout, zero: int) -> tuple[float, float]:
-        exchanges = self.exchanges(mix, layout).of
         whole = sum(count for _, count in mix)
         replicas = self._sharding(whole, zero)
-        if replicas < whole:
-            exchanges = self._in_groups(mix, layout, replicas)
+        exchanges = self.exchanges(mix, layout).of if replicas == whole else self._in_groups(mix, layout, replicas)
         sync_s = max(
             exposed_at_end_s(of_places(own, template.places), zero, self.software)
             for template, own in exchanges.items()
         )
         # The gradient of an embedding is made last, so nothing hides its sum with that of the head.
         sync_s += max(self._tied_s(template, layout) for template, _ in mix)
-        update_s = max(float(self.stage_sums(template).update_s(replicas, zero).max()) for template, _ in mix)
+        update_s = max(float(self.stage_tables.sums(template).update_s(replicas, zero).max()) for template, _ in mix)
         return sync_s, update_s
 
     def _in_groups(self, mix: Mix, layout: Layout, group: int) -> dict[Template, Exchange]:
@@ -169,7 +136,7 @@ class Predictor:
 
     def _tied_s(self, template: Template, layout: Layout) -> float:
         """All-reduce of tied parameters between ranks of one pipeline, after the sync over replicas (as in Megatron-LM)."""
-        places, size_bytes = self._stage_tables.tied(template)
+        places, size_bytes = self.stage_tables.tied(template)
         return self.network.summed_s(template, places, size_bytes, layout) if len(places) > 1 else 0.0
 
     def evaluate(

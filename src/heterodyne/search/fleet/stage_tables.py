@@ -1,4 +1,4 @@
-"""The cost table of each stage of a template, and its sums."""
+"""The cost table of each stage of a template, its sums, and what follows from its layers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.search.fleet.bounded_cache import BoundedCache
+from heterodyne.search.fleet.evaluated_plan import Mix
 from heterodyne.search.fleet.plan import Template
 from heterodyne.search.fleet.stage_sums import StageSums
 from heterodyne.search.fleet.tables import Table, Tables
@@ -49,3 +50,28 @@ class StageTables:
                 place = number % template.places
                 held[place] = max(own, held.get(place, 0.0))
         return tuple(held), max(held.values(), default=0.0)
+
+    def expert_width(self, template: Template, number: int) -> int:
+        """Devices of a stage over which one set of its experts is sharded; 0 where it has none."""
+        stage, table = template.stages[number], self.of(template)[number]
+        routed = any(cost.expert_bytes for cost in table.costs[stage.start : stage.stop])
+        return table.expert_width if routed else 0
+
+    def recomputed(self, template: Template, number: int) -> tuple[int, ...]:
+        """Layers of a stage that are recomputed."""
+        stage, costs = template.stages[number], self.of(template)[number].costs
+        return tuple(layer for layer in range(stage.start, stage.stop) if stage.recompute and costs[layer].again_s > 0)
+
+    def cut_alike(self, mix: Mix) -> bool:
+        """Whether every layer, and every tied parameter, is sharded over as many devices in all of these pipelines: this library shards
+        state over devices that hold the same boxes of a weight alone (`plan.check_state`)."""
+        by_layer: dict[int, tuple[int, int]] = {}
+        for template, _ in mix:
+            tied, _ = self.tied(template)
+            if len({template.homes[place].width for place in tied}) > 1:
+                return False
+            for number, stage in enumerate(template.stages):
+                cut = stage.width, self.expert_width(template, number)
+                if any(by_layer.setdefault(layer, cut) != cut for layer in range(stage.start, stage.stop)):
+                    return False
+        return True

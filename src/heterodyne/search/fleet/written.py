@@ -135,7 +135,8 @@ class PaperPlanner:
         )
 
     def _plan(self, plan: TemplatePlan) -> Plan:
-        made = written_plan(plan, self.fleet, self._predictor.expert_width, self._predictor.recomputed)
+        stages = self._predictor.stage_tables
+        made = written_plan(plan, self.fleet, stages.expert_width, stages.recomputed)
         return made.model_copy(update={"precision": self.precision})
 
     def _predicted(self, found: EvaluatedPlan, reason: str = "") -> Plan:

@@ -36,7 +36,7 @@ def test_memory_of_a_place_is_the_sum_over_its_stages(schedule: ScheduleName) ->
             continue
         template = _template([fleet.pools[0].name, fleet.pools[-1].name], 2, layers, chance)
         predictor = search_of(fleet, costs, samples).predictor
-        tables = predictor.stage_tables(template)
+        tables = predictor.stage_tables.of(template)
         for count in (1, 3, 9):
             each = [
                 table.memory(s.start, s.stop, recompute=False, held=1, replicas=2, zero=1)

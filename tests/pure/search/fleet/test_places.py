@@ -40,7 +40,7 @@ def test_gradients_take_as_long_wherever_the_layers_of_a_place_are(layout: str) 
     rings = RingNetwork(FLEET)
     seconds = []
     for template in (PLAIN, CHUNKED):
-        exchanges = rings.exchanges([(template, 2)], {template: predictor.stage_sums(template)}, layout)  # type: ignore[arg-type]
+        exchanges = rings.exchanges([(template, 2)], {template: predictor.stage_tables.sums(template)}, layout)  # type: ignore[arg-type]
         seconds.append(of_places(exchanges.of[template], template.places).reduced_s.max())
     another_ring_s = 2 * (NEAR if layout == "stages" else FAR).latency_s  # one for each stage
     assert seconds[1] == pytest.approx(seconds[0] + another_ring_s, rel=1e-9)

@@ -336,7 +336,7 @@ def test_gradients_go_round_a_ring_that_enters_every_node_once() -> None:
     fleet = Fleet(name="f", pools=(_pool("fast", 4),))
     search = search_of(fleet, _costs(), 64)
     template = Template(micro_batch=1, stages=(TemplateStage(pool="fast", width=1, start=0, stop=10),))
-    sums = {template: search.predictor.stage_sums(template)}
+    sums = {template: search.predictor.stage_tables.sums(template)}
     size = sums[template].tables[0].reduced_bytes(0, 10)
     for pipelines, bandwidth in ((1, 1.0), (2, 200e9), (8, 10e9)):
         own = RingNetwork(fleet).exchanges([(template, pipelines)], sums, "stages").of[template]

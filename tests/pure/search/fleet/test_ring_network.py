@@ -29,7 +29,7 @@ COSTS = Drawn(
     kept=0.1,
     weights=0.1,
 )
-SUMS = search_of(FLEET, COSTS, 64).predictor.stage_sums
+SUMS = search_of(FLEET, COSTS, 64).predictor.stage_tables.sums
 
 
 def _cut(*borders: int, micro_batch: int = 1) -> Template:

@@ -114,7 +114,7 @@ def test_where_the_work_would_be_too_much_a_few_kinds_stand_for_all() -> None:
 def _synced(template: Template, count: int, fleet: Fleet, costs: Drawn) -> tuple[float, float, float]:
     """Seconds, and the bytes of one copy of what is no expert's and of one set of experts."""
     search = search_of(fleet, costs, 64)
-    (table,) = search.predictor.stage_tables(template)
+    (table,) = search.predictor.stage_tables.of(template)
     exchanges = RingNetwork(fleet).exchanges([(template, count)], {template: StageSums(template, [table])}, "stages")
     experts = sum(cost.expert_bytes * table.widths.devices / cost.expert_copies for cost in table.costs)
     return float(exchanges.of[template].reduced_s[0]), table.reduced_bytes(0, 10) - experts, experts
@@ -219,7 +219,7 @@ def test_experts_that_no_node_holds_are_planned_over_several() -> None:
     (group,) = planner.plan(space=Space(max_stages=1)).best.plan.groups
     (stage,) = group.template.stages
     assert stage.devices == 16
-    assert planner.search(Space()).predictor.expert_width(group.template, 0) == 16
+    assert planner.search(Space()).predictor.stage_tables.expert_width(group.template, 0) == 16
 
 
 def test_only_what_runs_is_planned_to_run() -> None:
