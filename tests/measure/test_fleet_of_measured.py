@@ -53,7 +53,7 @@ def test_a_measured_device_stands_for_a_fleet_of_its_kind(
 
     Path("job.yaml").write_text(JOB.replace("fp32", "bf16"))
     assert run(["plan", "job.yaml", "--cluster", "fleet.yaml", "--profile", "measured.json", "--on-paper"]) == 2
-    assert "cpu:0 in fp32, and is asked for bf16: measure again" in capsys.readouterr().err
+    assert "cpu:0 in fp32, and is asked for bf16 by the job or the plan: measure again" in capsys.readouterr().err
 
 
 def test_kinds_of_a_fleet_are_measured_or_have_a_datasheet(

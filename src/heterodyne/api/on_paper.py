@@ -15,7 +15,7 @@ from heterodyne.api.paper_devices import FEW_DEVICES, planned_by_device
 from heterodyne.api.printing import result_json, show, show_result
 from heterodyne.api.watched import watched
 from heterodyne.api.wishes import Wishes
-from heterodyne.cluster.fleet import Fleet
+from heterodyne.cluster.fleet import Fleet, Pool
 from heterodyne.cluster.fleet_cluster import cluster_of
 from heterodyne.cluster.fleet_file import load_fleet
 from heterodyne.cluster.spec import Cluster
@@ -27,8 +27,8 @@ from heterodyne.job import Job
 from heterodyne.plan.bind import bind
 from heterodyne.plan.check import require_valid
 from heterodyne.predictor.mixed_layers import MixedLayers
-from heterodyne.predictor.software import software_of
-from heterodyne.predictor.usable import usable_bytes
+from heterodyne.predictor.software import Software, software_of
+from heterodyne.predictor.usable import context_bytes, usable_bytes
 from heterodyne.report.frontier import frontier_picture
 from heterodyne.report.plan_tables import changed_rows
 from heterodyne.search.alternatives import result_of
@@ -39,7 +39,7 @@ from heterodyne.search.fleet.watch import StoppedError
 from heterodyne.search.fleet.written import FleetResult, PaperPlanner
 from heterodyne.search.result import PlanningResult
 from heterodyne.text_files import write_text
-from heterodyne.units import counted, format_seconds
+from heterodyne.units import counted, format_bytes, format_seconds
 
 __all__ = ["plan_on_paper"]
 
@@ -99,6 +99,14 @@ class _Paper:
             instead = "fp32 speed" if self.wishes.framework is None else "the speed of the nearest precision"
             for kind in () if precision == "auto" else _without_units(fleet, precision):
                 self.say(f"{kind} has no {precision} tensor cores by its datasheet; {instead} is assumed")
+        software = software_of(self.wishes.framework)
+        for pool in fleet.pools:
+            if _room(pool, software) <= 0:
+                buffers = f" and {format_bytes(software.buffer_bytes)} for buffers" if software.buffer_bytes else ""
+                self.say(
+                    f"{pool.name}: the {format_bytes(pool.memory_bytes)} of a {pool.kind} are less than a process takes before there is a "
+                    f"model ({format_bytes(context_bytes(pool.backend))}{buffers}), so nothing is planned on it"
+                )
         if strategy != "auto":
             self.say(
                 f"parallelism.strategy {strategy} is not heeded where alike devices are counted: --families shows the best of each kind "
@@ -154,10 +162,8 @@ class _Paper:
         if objective.goal == "money" or objective.usd_per_hour is not None:
             fleet.require_prices()
         fleet = _known(fleet)
-        usable = tuple(
-            replace(p, memory_bytes=max(1, usable_bytes(p.memory_bytes, p.backend) - software.buffer_bytes))
-            for p in fleet.pools
-        )
+        # A pool without room stays, so that links and answers can name it; no stage fits into a byte.
+        usable = tuple(replace(pool, memory_bytes=max(1, _room(pool, software))) for pool in fleet.pools)
         planner = FleetPlanner(
             fleet=replace(fleet, pools=usable),
             costs=self.costs_of(fleet),
@@ -232,10 +238,16 @@ class _Paper:
         if result.refused is not None and result.refused.predicted is not None and result.plan.predicted is not None:
             theirs, ours = (format_seconds(own.step_s) for own in (result.refused.predicted, result.plan.predicted))
             why = self.exports.refused(result.refused)
-            self.say(f"a plan with a step of {theirs} instead of {ours} cannot be exported: {why}")
+            faster = "about as fast" if theirs == ours else f"with a step of {theirs} instead of {ours}"
+            self.say(f"a plan {faster} cannot be exported: {why}")
         for path, text in self.exports.files(result.plan).items():
             write_text(path, text)
             self.say(f"wrote {path}")
+
+
+def _room(pool: Pool, software: Software) -> int:
+    """Bytes of a device that a plan may fill; 0 or less where there is none."""
+    return usable_bytes(pool.memory_bytes, pool.backend) - software.buffer_bytes
 
 
 def _without_units(fleet: Fleet, precision: str) -> list[str]:

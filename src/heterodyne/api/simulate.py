@@ -24,7 +24,7 @@ from heterodyne.plan.check import require_valid
 from heterodyne.plan.lower import lower
 from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Pipeline, Plan
-from heterodyne.plan.precision import precision_of
+from heterodyne.plan.precision import in_words, precision_of
 from heterodyne.plan.schedules import SCHEDULES, Orders
 from heterodyne.plan.schedules.check import order_faults
 from heterodyne.plan.schedules.csv_file import computing, load_csv
@@ -68,6 +68,10 @@ def simulate_job(job: Job, base: Path, wanted: Simulated, *, cluster_file: Path 
         model = capture_job(session, job, base, open_data(session, job, base))
         settings = settings_of(job, session)
         plan = session.together(lambda: _ready(wanted, model.captured.graph, cluster))
+        if plan.precision != settings.precision:
+            session.say(
+                f"the plan computes in {in_words(plan.precision)}, and that is simulated; the job asks for {in_words(settings.precision)}"
+            )
         profile = wanted.profile or _measured(session, model, replace(settings, precision=plan.precision))
         profile.require({d.id: precision_of(plan.precision, d.kind) for d in cluster.devices})
         session.agreement.only_on_rank0(

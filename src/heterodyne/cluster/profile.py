@@ -137,8 +137,8 @@ class Profile:
         for device, precision in precisions.items():
             if (own := self.devices[device].precision) != precision:
                 raise MeasureError(
-                    f"the profile is of {device} in {own}, and is asked for {precision}: measure again with 'heterodyne measure' and "
-                    f"training.precision {precision}"
+                    f"the profile is of {device} in {own}, and is asked for {precision} by the job or the plan: measure again with "
+                    f"'heterodyne measure' and training.precision {precision}"
                 )
 
     def save(self, path: Path) -> None:

@@ -111,4 +111,5 @@ def _has_datasheet(fleet: Fleet, kind: str) -> bool:
 
 
 def _longer(cost: LayerCost, ratio: float) -> LayerCost:
-    return replace(cost, forward_s=cost.forward_s * ratio, backward_s=cost.backward_s * ratio)
+    again_s = None if cost.recompute_s is None else cost.recompute_s * ratio
+    return replace(cost, forward_s=cost.forward_s * ratio, backward_s=cost.backward_s * ratio, recompute_s=again_s)

@@ -12,8 +12,8 @@ _MOST_GROUPS = 4
 
 
 def usable_bytes(memory_bytes: int, backend: str = "cuda") -> int:
-    """Bytes that a plan may allocate on a device of so many, whatever its process groups."""
-    return max(1, int((memory_bytes - context_bytes(backend)) / (1 + constants().stated.fragments)))
+    """Bytes that a plan may allocate on a device of so many, whatever its process groups; below 0 where it has no room for these."""
+    return int((memory_bytes - context_bytes(backend)) / (1 + constants().stated.fragments))
 
 
 def needed_bytes(allocated_bytes: float, backend: str = "cuda") -> float:

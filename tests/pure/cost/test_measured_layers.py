@@ -61,7 +61,8 @@ def test_a_profile_of_another_model_or_of_other_devices_is_refused() -> None:
     with pytest.raises(MeasureError, match="knows nothing of b/A100:1; it is of a/A100:0, a/V100:0: measure again"):
         found.require({"a/A100:0": "fp32", "b/A100:1": "fp32"})
     with pytest.raises(
-        MeasureError, match=r"is of a/A100:0 in fp32, and is asked for bf16: measure again with .*precision bf16"
+        MeasureError,
+        match=r"is of a/A100:0 in fp32, and is asked for bf16 by the job or the plan: measure again with .*precision bf16",
     ):
         found.require({"a/A100:0": "bf16"})
 

@@ -32,6 +32,8 @@ def even_plan_of_groups(
     if len(widths) > 1:
         told = ", ".join(_in_words(own) for own in sorted(widths))
         raise PlanError(f"its stages have widths {told}, and other frameworks have one")
+    if any(not any(pipeline.micro_batches.sizes) for pipeline in plan.pipelines):
+        raise PlanError("it has pipelines without samples, which hold state for others; other frameworks have none")
     shapes = {(max(p.micro_batches.sizes), _cut(p)) for p in plan.pipelines}
     if len(shapes) > 1:
         raise PlanError(f"it has {len(shapes)} kinds of pipelines, and other frameworks have one")

@@ -82,7 +82,7 @@ class FleetPlanner:
         """``memory``: the fraction of each device's memory that may be used."""
         fleet = self.fleet
         if memory < 1:
-            pools = (replace(pool, memory_bytes=int(pool.memory_bytes * memory)) for pool in fleet.pools)
+            pools = (replace(pool, memory_bytes=max(1, int(pool.memory_bytes * memory))) for pool in fleet.pools)
             fleet = replace(fleet, pools=tuple(pools))
         predictor = Predictor(
             fleet=fleet,
@@ -175,8 +175,9 @@ class FleetPlanner:
             if best is None:
                 low = middle
             else:
-                found.append(best)
-                high = min(middle, best.predicted.peak_share)
+                share = best.predicted.peak_share * middle  # of the devices as they are
+                found.append(replace(best, predicted=replace(best.predicted, peak_share=share)))
+                high = min(middle, share)
         return found
 
 

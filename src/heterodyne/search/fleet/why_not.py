@@ -164,7 +164,8 @@ def _shared_out(tight: _Tight, search: Search) -> str:
     for pool in search.fleet.pools:
         count, least = rooms.get(pool.kind, (0, pool.memory_bytes))
         rooms[pool.kind] = (count + pool.devices, min(least, pool.memory_bytes))
-    return shortfall(rooms, on_devices=state, on_hosts=0)
+    least = min(each.parameter_bytes for each in known if each is not None)
+    return shortfall(rooms, on_devices=state, on_hosts=0, least=max(1, least))
 
 
 def _remedy(tight: _Tight, search: Search) -> str:

@@ -98,3 +98,11 @@ def test_several_stages_on_each_place_keep_their_number() -> None:
     rows = schedule_csv(even).splitlines()
     assert [row.split(",")[0] for row in rows] == ["0F0", "1F0"]
     assert "2F0" in rows[0]
+
+
+def test_pipelines_without_samples_are_not_even() -> None:
+    """Replicas that hold state for others: as many as there are devices, and fewer samples."""
+    with pytest.raises(PlanError, match="pipelines without samples, which hold state for others"):
+        even_plan_of_groups(
+            written_plan(replace(PLAN, groups=(replace(GROUP, num_microbatches=1),), global_batch=6), FLEET)
+        )

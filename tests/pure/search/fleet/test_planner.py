@@ -114,6 +114,13 @@ def test_each_goal_is_no_worse_in_its_own_measure_than_the_others() -> None:
         assert by_goal["memory"].peak_bytes <= own.peak_bytes * 1.001
 
 
+def test_least_memory_is_told_as_a_part_of_the_devices_as_they_are() -> None:
+    """Also where some devices have no room at all."""
+    fast = _pool("fast", 4)
+    found = _planner(fast, replace(_pool("slow", 2), memory_bytes=1)).plan(Objective(goal="memory")).best.predicted
+    assert found.peak_share == pytest.approx(found.fullest_bytes / fast.memory_bytes, rel=1e-3)
+
+
 def test_nothing_on_the_frontier_is_beaten_by_another() -> None:
     planned = _planner(_pool("fast", 1, usd=4.0), _pool("slow", 2, usd=0.9)).plan(frontier=True)
     figures = [(w.predicted.step_s, w.predicted.usd or 0.0, w.predicted.devices) for w in planned.frontier]
