@@ -204,10 +204,11 @@ def test_even_plans_are_written_for_other_frameworks(files: Path, framework: str
 
 
 def test_what_is_exported_is_the_best_that_the_others_take(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Over both kinds the step would be shorter, which is said; what is planned and written is over one."""
+    """Over both kinds the step would be a little shorter, which is said; what is planned and written is over one."""
     assert planned("--links", "inter=800Gb/s", "--export", "megatron") == 0
     assert re.search(
-        r"a plan with a step of .* cannot be exported: other frameworks know one kind", capsys.readouterr().err
+        r"a plan (about as fast|with a step of .*) cannot be exported: other frameworks know one kind",
+        capsys.readouterr().err,
     )
     stages = [stage for pipeline in Plan.load(files / "plan.json").pipelines for stage in pipeline.stages]
     assert len({stage.group.kind for stage in stages if stage.group}) == 1
