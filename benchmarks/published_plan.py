@@ -58,6 +58,7 @@ def evaluated(run: Run, known: Constants | None = None) -> Evaluated:
     )
     template = Template(micro_batch=plan.micro_batch * widths.data, stages=tuple(stages(run, widths)), chunks=plan.vpp)
     mix = ((template, max(1, plan.dp // widths.data)),)
+    # What such software shards in pipelines is level 1, whatever level it is asked for: the planner has no other there.
     zero = 1 if plan.zero == 3 and plan.pp > 1 and plan.software.keeps_gathered else plan.zero
     schedule = cast(ScheduleName, plan.schedule if plan.vpp == 1 else "Interleaved1F1B")
     found = [predictor.evaluate(mix, schedule=schedule, layout=layout, zero=(zero,)) for layout in LAYOUTS]
@@ -129,7 +130,7 @@ class RowLayers(PredictedLayers):
         back = cost.kept_bytes - cost.kept_bytes_recomputed
         return replace(
             cost,
-            backward_s=cost.backward_s + part * cost.again_s,
+            backward_s=cost.backward_s + part * cost.recompute_s,
             kept_bytes=round(cost.kept_bytes - part * back),
             workspace_bytes=cost.workspace_bytes + back,
         )

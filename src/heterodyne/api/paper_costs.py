@@ -51,7 +51,7 @@ def costs_of_job(
         precision=precision,
     )
     if profile is not None:
-        if not instead:
+        if job.training.precision != "auto":
             profile.require(dict.fromkeys(profile.devices, precision))
         measured = MeasuredLayers(graph=captured(job, base), profile=profile, recipe=recipe)
         known = measured.kinds

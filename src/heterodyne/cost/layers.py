@@ -56,7 +56,7 @@ class LayerCost:
 
     Args:
         forward_s, backward_s: of one micro-batch; the backward whole, without a recomputed forward.
-        recompute_s: of the forward, if the backward computes it again; None: ``forward_s``.
+        forward_again_s: of the forward, where the backward computes it again; None: ``forward_s``.
         update_s: of the optimizer, for all the parameters of the layer that lie on this device; once a step.
         parameter_bytes, gradient_bytes, optimizer_bytes: on this device, whatever the micro-batch.
         kept_bytes: of one micro-batch, from its forward until its backward.
@@ -82,14 +82,14 @@ class LayerCost:
     expert_bytes: int = 0
     expert_copies: int = 1
     tied_bytes: int = 0
-    recompute_s: float | None = None
+    forward_again_s: float | None = None
 
     @property
-    def again_s(self) -> float:
-        """Seconds of recompute in a backward: none for a layer that would hold no less."""
+    def recompute_s(self) -> float:
+        """Seconds that recompute adds to a backward: none for a layer that would hold no less."""
         if self.kept_bytes_recomputed >= self.kept_bytes:
             return 0.0
-        return self.forward_s if self.recompute_s is None else self.recompute_s
+        return self.forward_s if self.forward_again_s is None else self.forward_again_s
 
     @property
     def state_bytes(self) -> int:

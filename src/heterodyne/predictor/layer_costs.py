@@ -141,7 +141,7 @@ class PredictedLayers:
         return LayerCost(
             forward_s=forward,
             backward_s=backward + added,
-            recompute_s=again,
+            forward_again_s=again,
             update_s=parameters * software.optimizer_bytes / chip.memory_bytes_per_s,
             parameter_bytes=round(parameters * setup.element_bytes),
             gradient_bytes=round(parameters * gradient),

@@ -111,5 +111,5 @@ def _has_datasheet(fleet: Fleet, kind: str) -> bool:
 
 
 def _longer(cost: LayerCost, ratio: float) -> LayerCost:
-    again_s = None if cost.recompute_s is None else cost.recompute_s * ratio
-    return replace(cost, forward_s=cost.forward_s * ratio, backward_s=cost.backward_s * ratio, recompute_s=again_s)
+    again_s = None if cost.forward_again_s is None else cost.forward_again_s * ratio
+    return replace(cost, forward_s=cost.forward_s * ratio, backward_s=cost.backward_s * ratio, forward_again_s=again_s)

@@ -15,7 +15,6 @@ from heterodyne.cost.layers import Widths
 from heterodyne.predictor.constants import constants
 from heterodyne.predictor.overlap import exposed_s, returned_s
 from heterodyne.search.fleet.arrays import Floats, Ints
-from heterodyne.search.fleet.comm_volume import EXCHANGED, Exchanged
 from heterodyne.search.fleet.counts import Limits
 from heterodyne.search.fleet.covering import Covering, Places
 from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
@@ -114,7 +113,10 @@ class Cover:
         table, predictor, space = kind.table, self.rows.predictor, self.rows.space
         forward, backward, recomputed = (own[stop] - own[start] for own in table.passes)
         shared = first * kind.widths.copies > 1
-        gradients, updated, parameters = (self._exchanged_s(kind, what, start, stop, first) for what in EXCHANGED)
+        device, dense, _ = table.sent(start, stop).carried(first)
+        gradients, updated, parameters = (
+            self._exchanged_s(kind, own, copy, first) for own, copy in zip(device, dense, strict=True)
+        )
         found = np.full(start.shape, np.inf)
         for zero in dict.fromkeys((self.rows.low, *self.rows.high)):
             level = zero if last * kind.widths.copies > 1 else 0
@@ -144,9 +146,10 @@ class Cover:
             after = np.minimum(after, scattered + back + own / last)
         return found, after
 
-    def _exchanged_s(self, kind: Kind, what: Exchanged, start: Ints, stop: Ints, replicas: int) -> Floats:
-        """Lower bound on the seconds of one ring pass (a reduce-scatter or an all-gather)."""
-        own, copy, _ = kind.table.sent(start, stop).carried(replicas)[:, EXCHANGED.index(what)]
+    def _exchanged_s(self, kind: Kind, own: Floats, copy: Floats, replicas: int) -> Floats:
+        """Lower bound on the seconds of one ring pass (a reduce-scatter or an all-gather). ``own``, ``copy``: bytes of a device and of a
+        copy of all layers of a stage.
+        """
         inside, outside = self.rows.predictor.network.least_s_per_byte(kind.name, kind.widths, replicas)
         rates = [(inside, own), (outside, np.maximum(copy, own))]
         known = [rate * size for rate, size in rates if rate < inf]

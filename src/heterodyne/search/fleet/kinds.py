@@ -114,7 +114,7 @@ def _figures(cost: LayerCost) -> tuple[float, ...]:
     return (
         cost.forward_s,
         cost.backward_s,
-        cost.again_s,
+        cost.recompute_s,
         cost.update_s,
         cost.parameter_bytes,
         cost.gradient_bytes,

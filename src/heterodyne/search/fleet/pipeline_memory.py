@@ -125,9 +125,8 @@ class PipelineMemory:
                 stage.start, stage.stop, recompute=stage.recompute, held=1, replicas=replicas, zero=level
             )
             if self.software.keeps_outputs and stage.stop < len(table.costs):
-                output = table.costs[
-                    stage.stop
-                ].kept_bytes_recomputed  # as the next layer would have it on such a device
+                # As the next layer would have it on such a device.
+                output = table.costs[stage.stop].kept_bytes_recomputed
                 own = own._replace(activations=own.activations + output)
             yield own
 

@@ -24,13 +24,13 @@ class PipelineTime:
     """Times of templates over one fleet, cached.
 
     Args:
-        blocking: whether a sender waits, without computing, until the next stage has received (DeepSpeed), or sends asynchronously.
+        overlap_sends: whether a device computes while it sends; else it waits until the next stage has received (see `Software`).
         played: one counter, the actions played so far under schedules that have to be played action by action.
     """
 
     tables: StageTables
     network: Network
-    blocking: bool
+    overlap_sends: bool
     played: list[int] = field(default_factory=lambda: [0], repr=False)
     _timed: dict[Template, tuple[StageTimes, ...]] = field(default_factory=dict, repr=False)
     _makespans: dict[tuple[Template, ScheduleName, Layout], Makespans] = field(default_factory=dict, repr=False)
@@ -46,9 +46,9 @@ class PipelineTime:
         return self._makespans[key]
 
     def _waiting(self, template: Template, sends: list[float]) -> tuple[Sequence[StageTimes], list[float]]:
-        """Stage times and message times; with blocking messages the message time is part of the stage time."""
+        """Stage times and message times; where sends do not overlap, their time is part of that of the stages."""
         stages = self._times(template)
-        return (blocked(stages, sends), [0.0] * len(sends)) if self.blocking else (stages, sends)
+        return (stages, sends) if self.overlap_sends else (blocked(stages, sends), [0.0] * len(sends))
 
     def _times(self, template: Template) -> tuple[StageTimes, ...]:
         """Forward and backward seconds of each stage."""

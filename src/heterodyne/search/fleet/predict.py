@@ -64,7 +64,7 @@ class Predictor:
     @cached_property
     def pipeline_time(self) -> PipelineTime:
         """Times of single pipelines."""
-        return PipelineTime(tables=self.stage_tables, network=self.network, blocking=not self.software.overlap_sends)
+        return PipelineTime(tables=self.stage_tables, network=self.network, overlap_sends=self.software.overlap_sends)
 
     @cached_property
     def pipeline_memory(self) -> PipelineMemory:

@@ -60,7 +60,9 @@ class StageTables:
     def recomputed(self, template: Template, number: int) -> tuple[int, ...]:
         """Layers of a stage that are recomputed."""
         stage, costs = template.stages[number], self.of(template)[number].costs
-        return tuple(layer for layer in range(stage.start, stage.stop) if stage.recompute and costs[layer].again_s > 0)
+        return tuple(
+            layer for layer in range(stage.start, stage.stop) if stage.recompute and costs[layer].recompute_s > 0
+        )
 
     def cut_alike(self, mix: Mix) -> bool:
         """Whether every layer, and every tied parameter, is sharded over as many devices in all of these pipelines: this library shards

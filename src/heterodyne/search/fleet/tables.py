@@ -53,12 +53,12 @@ class Table:
         return self._backward[stop] - self._backward[start] + (self.recompute_s(start, stop) if recompute else 0.0)
 
     def recompute_s(self, start: int, stop: int) -> float:
-        return self._again[stop] - self._again[start]
+        return self._recompute[stop] - self._recompute[start]
 
     def updates_s(self, starts: Ints, stops: Ints) -> Floats:
         """Of what a device of each stage updates, were all pipelines one: all of its parameters, and its share. Shape [2, stages]."""
         found: Floats = self._update[:, stops] - self._update[:, starts]
-        return found - self._again_tied(self._update, starts, stops)
+        return found - self._counted_twice(self._update, starts, stops)
 
     def reduced_bytes(self, start: int, stop: int) -> float:
         """Gradients of whole layers: of one copy of what is no expert's, and of one set of the experts."""
@@ -68,7 +68,7 @@ class Table:
     def sent(self, starts: Ints, stops: Ints) -> CommVolume:
         """Communication volume of stages from some layers to others, of all that is `EXCHANGED`. Shapes [3, 3, stages]."""
         found = self._sent[..., stops] - self._sent[..., starts]
-        whole, kept = found - self._again_tied(self._sent, starts, stops)
+        whole, kept = found - self._counted_twice(self._sent, starts, stops)
         return CommVolume(whole, kept)
 
     def tied_bytes(self, start: int, stop: int) -> float:
@@ -80,7 +80,7 @@ class Table:
     def _tied(self) -> list[int]:
         return [layer for layer, cost in enumerate(self.costs) if cost.tied_bytes]
 
-    def _again_tied(self, sums: Floats, starts: Ints, stops: Ints) -> Floats:
+    def _counted_twice(self, sums: Floats, starts: Ints, stops: Ints) -> Floats:
         """Of sums over layers, what a stage that has the first and the last of the layers with tied parameters would count twice."""
         if len(self._tied) < 2:
             return np.zeros(1)
@@ -139,7 +139,7 @@ class Table:
     @property
     def passes(self) -> tuple[Floats, Floats, Floats]:
         """Forward, backward and recompute of the first layers. Shape [layers + 1]."""
-        return np.array(self._forward), np.array(self._backward), np.array(self._again)
+        return np.array(self._forward), np.array(self._backward), np.array(self._recompute)
 
     def exchanged(self, what: Exchanged) -> CommVolume:
         """Of the first layers (see `LayerBytes`). Shape [3, layers + 1]."""
@@ -175,8 +175,8 @@ class Table:
         return sums([cost.backward_s for cost in self.costs])
 
     @cached_property
-    def _again(self) -> list[float]:
-        return sums([cost.again_s for cost in self.costs])
+    def _recompute(self) -> list[float]:
+        return sums([cost.recompute_s for cost in self.costs])
 
     @cached_property
     def _update(self) -> Floats:

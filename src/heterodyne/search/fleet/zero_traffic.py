@@ -7,8 +7,8 @@
 | 2 | gradients scattered | updated parameters gathered |
 | 3 | parameters gathered for the forward and for the backward, gradients scattered | |
 
-What goes beside a micro-batch hides behind the computing of the neighbouring layers, so that a pass takes the longer of the two, as in
-`predictor.passes`. What comes at the end of gradients hides behind the last backward (`predictor.overlap`); the last bucket never does.
+What goes beside a micro-batch hides behind the computing of the neighbouring layers, so that a pass takes the longer of the two.
+What comes at the end of gradients hides behind the last backward (`predictor.overlap`); the last bucket never does.
 Software that does not overlap gradients exchanges them in the open, after the backward that made them; of parameters likewise.
 """
 

@@ -93,7 +93,7 @@ def test_a_layer_that_holds_no_less_by_it_is_not_recomputed() -> None:
     pool = Pool(name="all", kind=KIND, nodes=1, devices_per_node=8, memory_bytes=10**12, inside=NVLINK)
     layers = layers_of(MODEL, OPEN, Fleet(name="one", pools=(pool,)))
     costs = [layers.cost(KIND, layer, Widths(), 2) for layer in ("embedding", "block", "head")]
-    assert [cost is not None and cost.again_s > 0 for cost in costs] == [False, True, False]
+    assert [cost is not None and cost.recompute_s > 0 for cost in costs] == [False, True, False]
 
 
 @pytest.mark.parametrize("pp", [2, 4])
