@@ -72,6 +72,7 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("simulate", "nowhere"), "nowhere: cannot be read"),
         ((*TRAIN, "--plan", "old.json"), "old.json: plan version 0 is not 2; plan again"),
         (("plan", "job.yaml", "--profile", "text.json"), "text.json: not a profile"),
+        (("plan", "job.yaml", "--profile", "."), "the profile cannot be read (Is a directory)"),
         (("plan", "job.yaml", "--profile", "profile.json"), "the profile knows nothing of"),
         ((*TRAIN, "--run-dir", "holds"), "not empty (it holds something): continue the run in it with --resume"),
         ((*TRAIN, "--run-dir", "holds", "--resume"), "there is nothing to resume: holds is no run directory"),

@@ -150,7 +150,9 @@ class Profile:
         """Read what `save` wrote. Raises MeasureError for anything else."""
         try:
             return cls.from_dict(read_json(path))
-        except (OSError, ValueError, TypeError) as error:
+        except OSError as error:
+            raise MeasureError(f"{path}: the profile cannot be read ({error.strerror})") from error
+        except (ValueError, TypeError) as error:
             raise MeasureError(
                 f"{path}: not a profile of version {PROFILE_VERSION} ({error}); measure again with 'heterodyne measure'"
             ) from error
