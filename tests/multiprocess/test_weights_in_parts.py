@@ -25,9 +25,9 @@ TOTAL = LAYERS * WIDTH * WIDTH * 4
 CPU = torch.device("cpu")
 
 
-def made() -> nn.Module:
+def made(width: int = WIDTH) -> nn.Module:
     torch.manual_seed(7)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
 
 
 def holders_of(name: str, kind: str) -> dict[int, Box]:
@@ -41,17 +41,22 @@ def holders_of(name: str, kind: str) -> dict[int, Box]:
     return {rank: (Slice(0, borders[rank], borders[rank + 1]),) for rank in range(RANKS)}
 
 
+def placed(world: World, communicator: Communicator, width: int, kind: str) -> nn.Module:
+    with torch.device("meta"):
+        module = made(width)
+    values = RecordedBuild.of(lambda: made(width)).weights() if world.rank == 0 else None
+    place_weights(module, communicator, lambda name: holders_of(name, kind), values=values)
+    return module
+
+
 def place(world: World, kind: str) -> tuple[int, int, dict[str, Tensor]]:
     """By how much the memory grew at most, what is held, and the last two weights of it."""
     communicator = Communicator(rank=world.rank, world_size=world.world_size, device=CPU)
-    RecordedBuild.of(lambda: nn.Linear(2, 2))  # what PyTorch imports for it, and keeps
+    # Once without weights to speak of: pages of libraries that this reads count as memory, and a system may have taken them back before.
+    placed(world, communicator, 2, "pipeline")
     forget_peak_memory(CPU)
     before = peak_memory_bytes(CPU)
-    with torch.device("meta"):
-        module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    recorded = RecordedBuild.of(made) if world.rank == 0 else None
-    values = None if recorded is None else recorded.weights()
-    place_weights(module, communicator, lambda name: holders_of(name, kind), values=values)
+    module = placed(world, communicator, WIDTH, kind)
     grown = peak_memory_bytes(CPU) - before
     held = {name: tensor.detach() for name, tensor in stored_tensors(module) if not tensor.is_meta}
     communicator.close()
