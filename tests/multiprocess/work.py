@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heterodyne.api.stage_cutting import StageCutter
+from heterodyne.api.stage_cutting import StageCutter, again_of
 from heterodyne.cluster.spec import Cluster, Device
 from heterodyne.frontend import Captured
 from heterodyne.graph.ir import ModelGraph
@@ -86,6 +86,7 @@ def worker_of(
         seed=seed,
         clip_grad_norm=clip,
         recorder=recorder,
+        again=again_of(capture_of(case.graph.name), case.module),
     )
 
 
@@ -221,5 +222,6 @@ def staged_worker(
         watch=watch,
         compile_stages=compile_stages,
         stage_programs=StageCutter(capture or capture_of(case.graph.name), case.module),
+        again=again_of(capture or capture_of(case.graph.name), case.module),
         **more,
     )

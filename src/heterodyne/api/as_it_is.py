@@ -15,7 +15,7 @@ from heterodyne.frontend import Captured, Opaque, opaque, read_count
 from heterodyne.frontend.changes import changed_numbers, numbers_of, refuse_counters
 from heterodyne.frontend.faults import user_line
 from heterodyne.frontend.loss_alone import has_loss_outside, output_of_model, trace_loss
-from heterodyne.frontend.opaque import CountGiven
+from heterodyne.frontend.opaque import CountGiven, Recount
 from heterodyne.graph.ir import Loss
 from heterodyne.loss_count import LossCount
 from heterodyne.runtime.exact.parts import Seen, run_in_parts
@@ -68,7 +68,7 @@ def capture_as_it_is(
             f"{error}\nThe strategy {wanted.strategy!r} {_CUTTING[wanted.strategy]}, which takes a graph of it. Take the strategy 'data', "
             "in which every device runs the module as it is, or change this line"
         )
-    loss, count = _loss_of(session, model, example_batch, wanted, error)
+    loss, count, recount = _loss_of(session, model, example_batch, wanted, error)
 
     def captured(seen: Seen) -> Opaque:
         return opaque(
@@ -80,6 +80,7 @@ def capture_as_it_is(
             random=seen.random,
             batch_norm=seen.batch_norm,
             name=name,
+            recount=recount,
         )
 
     session.say(
@@ -133,15 +134,25 @@ def require_same_count(given: CountGiven | None, example_batch: Mapping[str, Ten
 
 def _loss_of(
     session: Session, model: nn.Module, example_batch: Mapping[str, Tensor], wanted: AsItIs, error: NoGraphError
-) -> tuple[Loss, LossCount]:
-    """As the user says, else from the graph of the loss, if that is outside of the model. Collective."""
+) -> tuple[Loss, LossCount, Recount | None]:
+    """As the user says, else from the graph of the loss, if that is outside of the model, and how to find it anew. Collective."""
     given = session.together(lambda: None if wanted.loss_count is None else read_count(wanted.loss_count))
     if given is not None:
-        return given.loss, given
+        return given.loss, given, None
     found = None
     if has_loss_outside(model):
         # Only rank 0 has weights for sure.
         output = session.agreement.on_rank0(lambda: _run(output_of_model, session, wanted, example_batch))
+        example = {name: tensor.to("meta") for name, tensor in example_batch.items()}
+
+        def recount(now: nn.Module) -> tuple[Loss, LossCount]:
+            counted = trace_loss(now, example, output)
+            if counted is None:
+                raise CaptureError(
+                    "torch.export gives no graph of the loss as it is now, so what it divides by is not known"
+                )
+            return counted
+
         found = session.together(lambda: trace_loss(model, example_batch, output))
     if found is None:
         raise CaptureError(
@@ -149,7 +160,7 @@ def _loss_of(
             "loss_count='samples' for a mean over samples that all count alike, 'sum' for a sum, or a function of a batch, as "
             "lambda batch: (batch['labels'] != -100).sum() (a job has model.loss_count)"
         )
-    return found
+    return *found, recount
 
 
 def _run(

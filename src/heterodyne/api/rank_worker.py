@@ -11,7 +11,7 @@ from heterodyne.api.compiled import uncompiled
 from heterodyne.api.host_activations import host_activation_bytes
 from heterodyne.api.session import Session
 from heterodyne.api.settings import Prepared
-from heterodyne.api.stage_cutting import StageCutter
+from heterodyne.api.stage_cutting import StageCutter, again_of
 from heterodyne.frontend import Captured
 from heterodyne.job import OptimizerSection
 from heterodyne.runtime.records.recorder import Recorder
@@ -70,6 +70,7 @@ def make_worker(
         recorder=recorder,
         watch=session.watchdog,
         stage_programs=StageCutter(captured, module) if isinstance(captured, Captured) else None,
+        again=again_of(captured, module),
         compiled=None if module is model else model,
         compile_stages=compile,
         whole_weights=whole_weights or (isinstance(optimizer, OptimizerSection) and optimizer.whole_weights),

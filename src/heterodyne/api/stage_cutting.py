@@ -8,17 +8,32 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.errors import DataError
-from heterodyne.frontend import Captured, trace
+from heterodyne.frontend import Captured, CapturedModel, trace
 from heterodyne.frontend.stage_program import StageProgram
 from heterodyne.measure.whole_model import without_weights
 from heterodyne.plan.plan import Pipeline
 from heterodyne.plan.sharded_stage import shard_stage
 from heterodyne.recent import Recent
 from heterodyne.runtime.exact.exchange import SampleExchange
+from heterodyne.runtime.recapture.variants import Again, Capture
 from heterodyne.runtime.stages.new_shapes import Shapes
 from heterodyne.runtime.stages.segments import Runnable
+from heterodyne.runtime.weights.materialise import stored_tensors
 
-__all__ = ["StageCutter"]
+__all__ = ["StageCutter", "again_of"]
+
+
+def again_of(captured: CapturedModel, model: nn.Module) -> Again:
+    """Return what captures the model again, as the script has it then; now it has all its weights, or as meta tensors."""
+    whole = {name: torch.empty_like(tensor, device="meta") for name, tensor in stored_tensors(model)}
+
+    def again(now: nn.Module, rebound: Mapping[str, Tensor]) -> Capture:
+        twin = without_weights(now, like={**whole, **rebound})
+        found = captured.again(twin)
+        programs = StageCutter(found, twin) if isinstance(found, Captured) else None
+        return Capture(graph=found.graph, loss_count=found.loss_count, programs=programs)
+
+    return again
 
 
 class StageCutter:

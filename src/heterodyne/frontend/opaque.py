@@ -8,7 +8,7 @@ loss divides by, whether forward draws random numbers, and whether it has BatchN
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NoReturn, TypeAlias
 
 import torch
@@ -23,7 +23,7 @@ from heterodyne.graph import Block, Input, Loss, ModelGraph, Op, Parameter, Ref,
 from heterodyne.graph.size import ZERO
 from heterodyne.loss_count import CountedBy, LossCount
 
-__all__ = ["MODULE", "CapturedModel", "CountGiven", "Opaque", "opaque", "read_count"]
+__all__ = ["MODULE", "CapturedModel", "CountGiven", "Opaque", "Recount", "opaque", "read_count"]
 
 MODULE = "module"
 """The name of the one op, and of the one block."""
@@ -33,12 +33,26 @@ CountGiven: TypeAlias = Literal["samples", "sum"] | Callable[[Mapping[str, Tenso
 a batch, or part of one, that counts."""
 
 
+Recount: TypeAlias = Callable[[nn.Module], tuple[Loss, LossCount]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Opaque:
-    """What `Captured` is, for a model without a graph: it can be counted and run in one piece, not cut."""
+    """What `Captured` is, for a model without a graph: it can be counted and run in one piece, not cut.
+
+    ``recount``: finds anew how the loss is averaged and counted; None: the user says so, whatever the model does.
+    """
 
     graph: ModelGraph
     loss_count: LossCount = field(repr=False)
+    recount: Recount | None = field(repr=False, default=None)
+
+    def again(self, model: nn.Module) -> Opaque:
+        """The model as it is now, with a loss that may be averaged in another way. Raises CaptureError."""
+        if self.recount is None:
+            return self
+        loss, count = self.recount(model)
+        return replace(self, graph=replace(self.graph, loss=loss), loss_count=count)
 
     def block(self, block: Block) -> NoReturn:
         raise PlanError(f"there is no graph of {self.graph.name} to cut {block.name} out of: {self.graph.opaque}")
@@ -58,6 +72,7 @@ def opaque(
     random: bool,
     batch_norm: bool,
     name: str | None = None,
+    recount: Recount | None = None,
 ) -> Opaque:
     """The model as one op.
 
@@ -66,6 +81,7 @@ def opaque(
         loss, count: how it is averaged, and what it counts.
         random: forward draws random numbers.
         batch_norm: forward takes statistics over the samples of a micro-batch.
+        recount: finds ``loss`` and ``count`` anew; None: they hold for whatever the model does.
 
     Raises CaptureError for an example without a common batch dimension.
     """
@@ -106,7 +122,7 @@ def opaque(
         output=Ref(op_name),
         opaque=reason,
     )
-    return Opaque(graph=graph, loss_count=count)
+    return Opaque(graph=graph, loss_count=count, recount=recount)
 
 
 def read_count(given: CountGiven) -> CountedBy:

@@ -57,6 +57,7 @@ class Captured:
     _counter: LossCount = field(repr=False)
     _coupled: CoupledLoss | None = field(repr=False)
     _buffers: Mapping[str, Tensor] = field(repr=False)
+    _example: Example = field(repr=False)
 
     @property
     def loss_count(self) -> LossCount:
@@ -83,6 +84,10 @@ class Captured:
         assert self._coupled is not None
         return self._coupled.bind(self._pieces, module, device, exchange)
 
+    def again(self, model: nn.Module) -> Captured:
+        """Capture the model as it is now, which may be another than then, for inputs of the same shapes. Raises CaptureError."""
+        return trace(model, self._example, name=self.graph.name)
+
     @cached_property
     def _pieces(self) -> Pieces:
         return Pieces(traced=self._traced, observed=self._observed, graph=self.graph)
@@ -93,12 +98,12 @@ def capture(model: nn.Module, example_batch: Batch) -> ModelGraph:
     return trace(model, example_batch).graph
 
 
-def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) -> Captured:
+def trace(model: nn.Module, example_batch: Batch | Example, *, name: str | None = None) -> Captured:
     """Capture a model with its loss. The model is left as it was, and nothing is computed.
 
     Args:
         model: any module that returns its loss (see `loss_of`), on any device, the meta device included.
-        example_batch: the tensors that it is called with, by keyword or in order; their values do not matter.
+        example_batch: the tensors that it is called with, by keyword or in order; their values do not matter. Or what was read of one.
         name: what to call it; None: its class.
 
     Raises CaptureError, with the line of the model and what to change.
@@ -106,7 +111,7 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
     require_initialised(model)
     require_own_memory(model)
     refuse_own_exchange(model)
-    example = read_example(model, example_batch)
+    example = example_batch if isinstance(example_batch, Example) else read_example(model, example_batch)
     exported = export(model, example)
     refuse_closures(exported, model)
     refuse_embedding_gradients(exported)
@@ -149,6 +154,7 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
         _counter=counter,
         _coupled=coupled,
         _buffers=buffers,
+        _example=example,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -73,13 +74,17 @@ def resident_bytes(model: nn.Module) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in stored}.values())
 
 
-def without_weights(model: nn.Module) -> nn.Module:
-    """A copy on the meta device. `Module.to` would part parameters that are tied."""
+def without_weights(model: nn.Module, like: Mapping[str, Tensor] = MappingProxyType({})) -> nn.Module:
+    """Return a copy on the meta device, in which tied tensors stay tied. (`Module.to` would part them.)
+
+    ``like``: by name tensors of the shapes that parameters and buffers have in the copy, where those of the model are parts.
+    """
     bare: dict[int, object] = {}
-    for parameter in model.parameters():
-        bare[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-    for buffer in model.buffers():
-        bare[id(buffer)] = torch.empty_like(buffer, device="meta")
+    for name, parameter in model.named_parameters():
+        empty = torch.empty_like(like.get(name, parameter), device="meta", requires_grad=False)
+        bare[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+    for name, buffer in model.named_buffers():
+        bare[id(buffer)] = torch.empty_like(like.get(name, buffer), device="meta")
     return copy.deepcopy(model, bare)
 
 

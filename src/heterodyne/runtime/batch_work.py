@@ -56,6 +56,15 @@ class BatchWork:
         self._buffers, self._section, self._total_steps, self._watch = buffers, section, total_steps, watch
         self._values = ValuesInRange(graph)
 
+    def prepare(self) -> None:
+        """Make what runs inputs of the shapes that the model was captured with. Raises PlanError for a cut that would change the result."""
+        self._stages.parts()
+
+    @property
+    def runs_compiled(self) -> bool:
+        """Whether all that this rank runs of the model is compiled code."""
+        return self._stages.runs_compiled
+
     def step(self, batch: GlobalBatchLike, number: int) -> Step:
         """What the executor runs. Raises DataError for a batch of another size than the plan's."""
         source = self.source(batch, f"step {number + 1}")

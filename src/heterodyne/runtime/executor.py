@@ -64,7 +64,8 @@ class Step:
         learning_rate: of this step; None: the optimizer keeps its own.
         losses: of each micro-batch, filled by the forwards.
         grad_norm: filled by CLIP.
-        skipped: filled by STEP: loss or norm is not finite, so nothing was updated.
+        agreed: whether all ranks run the same model; asked before the update, which is left out if not.
+        skipped: filled by STEP: nothing was updated, since loss or norm is not finite, or ranks run different models.
     """
 
     number: int
@@ -77,6 +78,7 @@ class Step:
     learning_rate: float | None = None
     losses: dict[int, Tensor] = field(default_factory=dict)
     grad_norm: Tensor | None = None
+    agreed: Callable[[], bool] = lambda: True
     skipped: bool = False
 
 
@@ -160,7 +162,7 @@ class Executor:
                 self._wait_for_gradients()
                 sent.wait()
                 known.append(known_loss(loss))
-                step.skipped = not _finite(known[0], step.grad_norm)
+                step.skipped = not _finite(known[0], step.grad_norm) or not step.agreed()
             if action.kind not in _UPDATE or (update and not step.skipped):
                 self._do(action, step)
         told = self._tell(step) if update and self._tells else None

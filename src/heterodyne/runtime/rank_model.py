@@ -31,7 +31,7 @@ from heterodyne.runtime.weights.gradients import GradientBuckets, require_no_hoo
 from heterodyne.runtime.weights.host_room import host_state_bytes, require_host_room
 from heterodyne.runtime.weights.loss_scale import LossScale
 from heterodyne.runtime.weights.masters import MasterWeights
-from heterodyne.runtime.weights.materialise import Stored, place_weights
+from heterodyne.runtime.weights.materialise import Stored, place_weights, replace_held
 from heterodyne.runtime.weights.optimizer import (
     OptimizerFactory,
     make_optimizer,
@@ -51,7 +51,7 @@ class RankModel:
     """Of one rank. Making one is collective; the other arguments are those of `Worker`.
 
     Args:
-        parameters, buffers: those that this rank holds, by name; statistics: the buffers that the forward changes.
+        parameters, buffers: those that this rank holds, by name.
         sharded: where plans shard parameters; None: each is whole on this rank, or not there at all.
         scale: of the loss, where any rank computes in fp16.
     """
@@ -97,7 +97,6 @@ class RankModel:
             keep=(lambda _, own: own) if self.sharded is None else self.sharded.keep,
         )
         self.buffers = dict(module.named_buffers())
-        self.statistics = {n: b for n, b in self.buffers.items() if graph.batch_statistics and not b.is_meta}
         self.parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
         self._trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         self.masters = self._masters(plan, slices, optimizer, host_activation_bytes)
@@ -177,6 +176,18 @@ class RankModel:
         process_group = self._communicator.process_group(self._placement.active)
         return Clipping(self.masters, self.parameters, counted, largest, process_group)
 
+    def statistics(self, graph: ModelGraph) -> dict[str, Tensor]:
+        """Return the buffers that a forward of this graph changes."""
+        return {n: b for n, b in self.buffers.items() if graph.batch_statistics and not b.is_meta}
+
+    def adopt(self, buffers: Mapping[str, Tensor]) -> None:
+        """Take over buffers that the script has put in the place of others, as far as this rank holds them."""
+        rank = self._communicator.rank
+        for name, buffer in buffers.items():
+            if self.buffers.get(name) is not buffer:
+                held = self.ownership.holders(name, [rank]).get(rank)
+                self.buffers[name] = replace_held(self._module, name, buffer, held, self._communicator.device)
+
     def require_as_left(self) -> None:
         """Raises PlanError where a parameter is trained now that was not when the model was captured, or has values that no step reads."""
         require_none_unfrozen(self._module, self._trained)
@@ -206,7 +217,7 @@ class RankModel:
     def fault(self, work: Step, loss: float, statistics: Mapping[str, Tensor]) -> str:
         """What was not finite, found out by all ranks together; statistics that the forward has spoilt become what they were."""
         for name, value in statistics.items():
-            self.statistics[name].copy_(value)
+            self.buffers[name].copy_(value)
         gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None} | self.masters.own_gradients
         weights: dict[str, Tensor] = {**self.parameters, **({} if self.sharded is None else self.sharded.own)}
         own = findings(self._graph, weights, gradients, list(work.losses.values()), self._role.stages)

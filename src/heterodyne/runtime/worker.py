@@ -24,22 +24,20 @@ from heterodyne.processes.heap import trim_heap
 from heterodyne.runtime.assignment import Assignment
 from heterodyne.runtime.batch_work import BatchWork
 from heterodyne.runtime.comm.communicator import Communicator
-from heterodyne.runtime.evaluation import evaluate
+from heterodyne.runtime.evaluation import eval_mode, evaluate
 from heterodyne.runtime.exact.later_batches import LaterBatches
 from heterodyne.runtime.executor import Executor, Step, Watch
 from heterodyne.runtime.failed_lookups import told_with_place
 from heterodyne.runtime.out_of_memory import longer_than_planned, told_with_stage
 from heterodyne.runtime.placement import RankRole
 from heterodyne.runtime.rank_model import RankModel
+from heterodyne.runtime.recapture.variants import Again, Capture, Variant, Variants
+from heterodyne.runtime.recapture.variants import Step as StepOfVariant
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.same_batch import is_looked_at
 from heterodyne.runtime.same_ranks import require_together
 from heterodyne.runtime.slices import GlobalBatchLike
-from heterodyne.runtime.stages.python_values import PythonValues
-from heterodyne.runtime.stages.stage_builder import (
-    StageBuilder,
-    StagePrograms,
-)
+from heterodyne.runtime.stages.stage_builder import Channels, StageBuilder, StagePrograms
 from heterodyne.runtime.step_result import StepResult
 from heterodyne.runtime.weights.between_steps import Sample
 from heterodyne.runtime.weights.held_state import Held
@@ -74,6 +72,7 @@ class Worker:
         recorder: notes what happens when; None: nothing is noted.
         watch: is informed what this rank is doing (a `Watchdog`); None: nobody is.
         stage_programs: what makes stages of the captured model; only asked by plans that cut it.
+        again: captures the model as it is, once the script has changed what forward or loss reads; None: such a change is refused.
         compiled: ``torch.compile(module)``, which runs where the module runs as it is; None: the module itself does.
         compile_stages: pieces of the captured model are compiled too.
         whole_weights: the optimizer must see each weight whole, so the state of none is cut.
@@ -103,6 +102,7 @@ class Worker:
         recorder: Recorder | None = None,
         watch: Watch | None = None,
         stage_programs: StagePrograms | None = None,
+        again: Again | None = None,
         compiled: Callable[..., object] | None = None,
         compile_stages: bool = False,
         whole_weights: bool = False,
@@ -121,7 +121,6 @@ class Worker:
         self._communicator = communicator = communicator.branch()
         assignment = Assignment(graph=graph, plan=plan, program=program, cluster=cluster, communicator=communicator)
         self.placement = assignment.placement
-        self._loss_count = loss_count
         self._model = held = RankModel(
             module,
             assignment,
@@ -132,37 +131,59 @@ class Worker:
             stored=stored,
             weights=weights,
         )
-        self._stages = StageBuilder(
+        section = optimizer if isinstance(optimizer, OptimizerSection) else None
+        channels = Channels(communicator)
+
+        def make(capture: Capture, to_do: Assignment) -> Variant:
+            stages = StageBuilder(
+                module,
+                to_do,
+                channels,
+                programs=capture.programs,
+                home=held.gradients,
+                seed=seed,
+                compiled=compiled,
+                compile_stages=compile_stages,
+                say=say,
+            )
+            # All ranks alike: where one runs the module, it is beside others that run its graph.
+            cut = any(communicator.all_gather_object(stages.cut))
+            later = LaterBatches(
+                module,
+                capture.graph,
+                capture.loss_count,
+                buffers=held.buffers,
+                device=communicator.device,
+                precision=self._role.precision,
+            )
+            batches = BatchWork(
+                capture.graph,
+                stages,
+                communicator,
+                role=self._role,
+                global_batch_size=plan.global_batch_size,
+                loss_count=capture.loss_count,
+                buffers=held.buffers,
+                section=section,
+                total_steps=total_steps,
+                watch=watch,
+            )
+            whole = not cut and held.sharded is None
+            return Variant(capture=capture, assignment=to_do, batches=batches, later=later if whole else None)
+
+        self._variants = Variants(
             module,
+            Capture(graph=graph, loss_count=loss_count, programs=stage_programs),
             assignment,
-            programs=stage_programs,
-            home=held.gradients,
-            seed=seed,
-            compiled=compiled,
-            compile_stages=compile_stages,
+            make=make,
+            again=again,
+            adopt=held.adopt,
+            watch=watch,
             say=say,
         )
-        self._stages.parts()
-        # All ranks alike: where one runs the module, it is beside others that run its graph.
-        cut = any(communicator.all_gather_object(self._stages.cut))
-        self._values = PythonValues(module) if cut else None
-        self._later = (
-            None
-            if cut or held.sharded is not None
-            else LaterBatches(module, graph, loss_count, device=communicator.device, precision=self._role.precision)
-        )
-        self._batches = BatchWork(
-            graph,
-            self._stages,
-            communicator,
-            role=self._role,
-            global_batch_size=plan.global_batch_size,
-            loss_count=loss_count,
-            buffers=held.buffers,
-            section=optimizer if isinstance(optimizer, OptimizerSection) else None,
-            total_steps=total_steps,
-            watch=watch,
-        )
+        self._variants.first.batches.prepare()
+        self.runs_compiled = self._variants.first.batches.runs_compiled
+        """Whether all that this rank runs of the model is compiled code."""
         self._first = True  # no step has been done here
         self._before: dict[str, Tensor] = {}  # statistics as they were before the step under way
         self._settled = None if communicator.device.type == "cpu" else torch.Event(communicator.device)
@@ -188,16 +209,19 @@ class Worker:
         Raises DataError for a batch of another size than the plan's, one in which nothing counts, or values that the model cannot look
         up, and CaptureError where it would train nothing.
         """
-        require_trained(self.graph)
         started_s = time.perf_counter()
         number = self.steps_done if step is None else step
-        work = self._work(batch, number)
-        self._before = before = {name: buffer.clone() for name, buffer in self._model.statistics.items()}
+        self._model.require_as_left()
+        now = self._variants.step()
+        graph = now.variant.capture.graph
+        require_trained(graph)
+        work = self._work(batch, number, now)
+        self._before = before = {name: buffer.clone() for name, buffer in self._model.statistics(graph).items()}
         with self._told_of_memory(number), told_with_place(self.module, f"step {number + 1}"):
-            if self._later is not None and is_looked_at(number) and self._role.micro_batches.samples:
-                look = self._later.require_padding if self.graph.opaque is None else self._later.require
-                look(work.source, self._role.spans(), number)
+            self._look_at_parts(work, now)
             loss = self._executor.run(work)
+        if not now.agreed():
+            raise self._variants.disagreement()
         fault = self._model.fault(work, loss, before) if work.skipped else None
         scale = None if self._model.scale is None else self._model.scale.value
         overflow = work.skipped and scale is not None and scale > 1 and math.isfinite(loss)
@@ -230,6 +254,14 @@ class Worker:
             overflow=overflow,
             fault=fault,
         )
+
+    def _look_at_parts(self, work: Step, now: StepOfVariant) -> None:
+        """Compare parts of this rank's samples with the whole, now and then, and where the model has changed. Raises CaptureError."""
+        later, role = now.variant.later, self._role
+        if later is None or not (now.changed or is_looked_at(work.number)) or not role.micro_batches.samples:
+            return
+        exactly = now.changed or now.variant.capture.graph.opaque is not None
+        (later.require if exactly else later.require_padding)(work.source, role.spans(), work.number)
 
     def _told_of_memory(self, number: int | None) -> AbstractContextManager[None]:
         return told_with_stage(
@@ -268,7 +300,11 @@ class Worker:
 
         Idle ranks get the loss and no gradients. The gradients are views, good until the next call.
         """
-        loss = self._executor.run(self._work(batch, step), update=False)
+        self._model.require_as_left()
+        now = self._variants.step()
+        loss = self._executor.run(self._work(batch, step, now), update=False)
+        if not now.agreed():
+            raise self._variants.disagreement()
         if not self._role.active:
             return loss, {}
         here = {name: p.grad for name, p in self._model.parameters.items() if p.grad is not None}
@@ -288,21 +324,24 @@ class Worker:
         return (loss * count if count else 0.0), count
 
     def _evaluate(self, batch: GlobalBatchLike) -> tuple[float, float]:
-        source = self._batches.source(batch, "evaluation")
-        if not source.size:
-            raise DataError("the batch to evaluate has no samples: leave empty batches out")
-        with self._told_of_memory(None), told_with_place(self.module, "evaluation"):
-            return evaluate(
-                self.module,
-                source,
-                placement=self.placement,
-                rank=self.rank,
-                parts=self._batches.parts(source),
-                loss_count=self._loss_count,
-                gradients=self.graph.opaque is not None,
-                control=self._communicator.control,
-                sharded=self._model.sharded,
-            )
+        with eval_mode(self.module):
+            variant = self._variants.evaluation()
+            batches = variant.batches
+            source = batches.source(batch, "evaluation")
+            if not source.size:
+                raise DataError("the batch to evaluate has no samples: leave empty batches out")
+            with self._told_of_memory(None), told_with_place(self.module, "evaluation"):
+                return evaluate(
+                    self.module,
+                    source,
+                    placement=self.placement,
+                    rank=self.rank,
+                    parts=batches.parts(source),
+                    loss_count=variant.capture.loss_count,
+                    gradients=self.graph.opaque is not None,
+                    control=self._communicator.control,
+                    sharded=self._model.sharded,
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer (by parameter name) and step. Collective. Tensors that are held here are the live ones, not copies.
@@ -375,20 +414,14 @@ class Worker:
         return self._role.precision
 
     @property
-    def runs_compiled(self) -> bool:
-        """Whether all that this rank runs of the model is compiled code."""
-        return self._stages.runs_compiled
-
-    @property
     def borrowed_bytes(self) -> int:
         """Bytes that are resident in this process, but belong to other ranks."""
         return self._communicator.borrowed_bytes
 
-    def _work(self, batch: GlobalBatchLike, number: int) -> Step:
-        self._model.require_as_left()
-        if self._values is not None:
-            self._values.require_unchanged()
-        return self._batches.step(batch, number)
+    def _work(self, batch: GlobalBatchLike, number: int, now: StepOfVariant) -> Step:
+        work = now.variant.batches.step(batch, number)
+        work.agreed = now.agreed
+        return work
 
     @property
     def _role(self) -> RankRole:

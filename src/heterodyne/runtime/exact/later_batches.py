@@ -9,11 +9,11 @@ And of a source that pads each slice to its own longest sample: does the loss de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from heterodyne.errors import CaptureError, DataError
 from heterodyne.graph.ir import ModelGraph
@@ -33,11 +33,18 @@ class LaterBatches:
     """
 
     def __init__(
-        self, module: nn.Module, graph: ModelGraph, count: LossCount, *, device: torch.device, precision: Precision
+        self,
+        module: nn.Module,
+        graph: ModelGraph,
+        count: LossCount,
+        *,
+        buffers: Mapping[str, Tensor],
+        device: torch.device,
+        precision: Precision,
     ) -> None:
         self._graph = graph
         self._count = count
-        self._buffers = dict(module.named_buffers())
+        self._buffers = buffers
         self._forward = Forward(module, graph, device=device, precision=precision, seed=0)
         self._bar = rounding_bar(device, precision)
 

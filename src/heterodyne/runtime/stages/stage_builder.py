@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -23,6 +24,7 @@ from heterodyne.plan.state_shards import Range, sharded_buckets
 from heterodyne.recent import Recent
 from heterodyne.runtime.assignment import Assignment
 from heterodyne.runtime.comm.communicator import Communicator
+from heterodyne.runtime.comm.p2p import P2P
 from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.exact.exchange import SampleExchange
 from heterodyne.runtime.placement import Placement, RankRole
@@ -35,7 +37,15 @@ from heterodyne.runtime.stages.segments import Compilable, Runnable, Segment, Wh
 from heterodyne.runtime.stages.stages import Stages
 from heterodyne.runtime.stages.transfers import Edge, Team, Transfers
 
-__all__ = ["StageBuilder", "StagePrograms", "StageRuntime", "bucket_channels", "completed_gradients", "ranges_by_rank"]
+__all__ = [
+    "Channels",
+    "StageBuilder",
+    "StagePrograms",
+    "StageRuntime",
+    "bucket_channels",
+    "completed_gradients",
+    "ranges_by_rank",
+]
 
 MOST_SHAPES = 32
 """Of so many shapes of the inputs the stages are kept: lengths up to 2048 in multiples of 64."""
@@ -102,6 +112,26 @@ class _Piece:
     hosted: bool = False
 
 
+class Channels:
+    """The process groups and point-to-point lanes of a rank's stages, each made when it is first asked for. Asking is collective."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.rank = communicator.rank
+        self._communicator = communicator
+        self._groups: dict[tuple[str, tuple[int, ...]], ProcessGroup | None] = {}
+
+    def process_group(self, purpose: str, ranks: Sequence[int]) -> ProcessGroup | None:
+        """The one of these ranks for that purpose; None where this rank is not one of them."""
+        key = (purpose, tuple(ranks))
+        if key not in self._groups:
+            self._groups[key] = self._communicator.process_group(ranks)
+        return self._groups[key]
+
+    @cached_property
+    def p2p(self) -> P2P:
+        return self._communicator.p2p()
+
+
 class StageBuilder:
     """Makes the stages of one rank, once for each shape of the inputs (sequences may be longer in one batch than in another), of which
     the latest are kept. ``say`` takes a line for people about many of them.
@@ -113,6 +143,7 @@ class StageBuilder:
         self,
         module: nn.Module,
         assignment: Assignment,
+        channels: Channels,
         *,
         programs: StagePrograms | None,
         home: MainGradBuffer,
@@ -122,11 +153,10 @@ class StageBuilder:
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         graph, plan, placement = assignment.graph, assignment.plan, assignment.placement
-        communicator = assignment.communicator
         self._module = module
         self._compiled = compiled
         self._compile_stages = compile_stages
-        self._device = communicator.device
+        self._device = assignment.communicator.device
         self._cluster = assignment.cluster
         self._role = assignment.role
         self._precisions = [role.precision for role in placement.places]
@@ -135,22 +165,22 @@ class StageBuilder:
         self._forward = Forward(
             module,
             graph,
-            device=communicator.device,
+            device=self._device,
             precision=self._role.precision,
             seed=seed,
-            statistics=_statistics(placement, communicator) if graph.batch_statistics else None,
+            statistics=_statistics(placement, channels) if graph.batch_statistics else None,
         )
-        self._p2p = communicator.p2p() if any(len(p.places) > 1 for p in plan.pipelines) else None
+        self._p2p = channels.p2p if any(len(p.places) > 1 for p in plan.pipelines) else None
         self._divided = graph.loss.reduction == "terms"
         self._coupled = graph.loss.reduction == "coupled"
-        self._exchange = _exchange(placement, communicator) if self._coupled else SampleExchange(None, 0)
+        self._exchange = _exchange(placement, channels) if self._coupled else SampleExchange(None, 0)
         self._halves = frozenset(
             action.stage for action in assignment.program.ranks[assignment.rank] if action.kind == "W"
         )
         self._pipeline = None if self._role.pipeline is None else plan.pipelines[self._role.pipeline]
         self._pieces = [] if self._pipeline is None else _pieces(self._pipeline, graph)
         self._captured = captured_shapes(graph)
-        self._teams = _teams(plan, assignment.cluster, communicator)
+        self._teams = _teams(plan, assignment.cluster, channels)
         self._made: Recent[Shapes, StageRuntime] = Recent(MOST_SHAPES)
         self._new_shapes = NewShapes(self._captured, MOST_SHAPES, say)
         if self.cut and programs is None:
@@ -337,23 +367,23 @@ def completed_gradients(
     }
 
 
-def _statistics(placement: Placement, communicator: Communicator) -> ProcessGroup | None:
+def _statistics(placement: Placement, channels: Channels) -> ProcessGroup | None:
     """Joins the ranks that hold the same stages and have samples. Collective."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in placement.sharing:
         groups.setdefault(placement.places[rank].stages, []).append(rank)
-    made = [communicator.process_group(ranks) for ranks in groups.values()]
+    made = [channels.process_group("statistics", ranks) for ranks in groups.values()]
     return next((process_group for process_group in made if process_group is not None), None)
 
 
-def _exchange(placement: Placement, communicator: Communicator) -> SampleExchange:
+def _exchange(placement: Placement, channels: Channels) -> SampleExchange:
     """Joins the replicas, in the order of their samples. Collective."""
     order = sorted(placement.sharing, key=lambda rank: placement.places[rank].spans()[0])
-    process_group = communicator.process_group(sorted(order))
-    return SampleExchange(process_group, order.index(communicator.rank) if process_group is not None else 0)
+    process_group = channels.process_group("samples", sorted(order))
+    return SampleExchange(process_group, order.index(channels.rank) if process_group is not None else 0)
 
 
-def _teams(plan: Plan, cluster: Cluster, communicator: Communicator) -> dict[int, SplitTeam]:
+def _teams(plan: Plan, cluster: Cluster, channels: Channels) -> dict[int, SplitTeam]:
     """For each sharded stage the devices with which this rank holds them: those of its row. Collective."""
     made: dict[tuple[int, ...], Group | None] = {}
     found = {}
@@ -364,19 +394,19 @@ def _teams(plan: Plan, cluster: Cluster, communicator: Communicator) -> dict[int
                 for along in lines(tuple(map(cluster.rank, row)), stage.of_row.layout.sizes):
                     for ranks in along:
                         if ranks not in made:
-                            made[ranks] = _group(ranks, communicator)
+                            made[ranks] = _group(ranks, channels)
                     groups += [group for ranks in along if (group := made[ranks]) is not None]
                 if groups:
                     found[number] = SplitTeam(groups)
     return found
 
 
-def _group(ranks: tuple[int, ...], communicator: Communicator) -> Group | None:
-    process_group = communicator.process_group(sorted(ranks))
-    if communicator.rank not in ranks:
+def _group(ranks: tuple[int, ...], channels: Channels) -> Group | None:
+    process_group = channels.process_group("shards", sorted(ranks))
+    if channels.rank not in ranks:
         return None
     places = [sorted(ranks).index(rank) for rank in ranks]
-    return Group(process_group, ranks.index(communicator.rank), len(ranks), places)
+    return Group(process_group, ranks.index(channels.rank), len(ranks), places)
 
 
 def _pieces(pipeline: Pipeline, graph: ModelGraph) -> list[_Piece]:

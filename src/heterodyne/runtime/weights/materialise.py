@@ -13,7 +13,7 @@ from heterodyne.plan.boxes import Box, numel
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.weights.boxed import boxed
 
-__all__ = ["Stored", "fill_in", "place_weights", "stored_tensors"]
+__all__ = ["Stored", "fill_in", "place_weights", "replace_held", "stored_tensors"]
 
 
 class Stored(Protocol):
@@ -73,6 +73,17 @@ def place_weights(
         placed = _placed(tensor, None if own is None else keep(name, own))
         del tensor, value, own
         _put(tables, placed)
+
+
+def replace_held(module: nn.Module, name: str, value: Tensor, box: Box | None, device: torch.device) -> Tensor:
+    """Put what this rank holds of a stored tensor in its place, whose ``value`` is now another one. Return it.
+
+    Args:
+        box: that this rank holds; (): all of it; None: nothing.
+    """
+    held = torch.empty_like(value, device="meta") if box is None else _own(value, box).to(device)
+    _put(_places(module)[name], held)
+    return held
 
 
 _Table: TypeAlias = dict[str, Tensor | None]

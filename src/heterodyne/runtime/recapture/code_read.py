@@ -1,0 +1,233 @@
+"""Which names the code of a forward reads: of attributes, of globals, and from closures. It is read once for each capture."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+from torch import nn
+
+__all__ = ["Around", "CodeRead", "around_of", "is_users"]
+
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_ENTRIES: Final = frozenset({"forward", "__call__"})
+_COMPUTED_NAMES: Final = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
+_BASES = (nn.Module, object)
+_MANY = 256  # longer lists are data
+_MOST = 10_000  # objects whose attributes are looked through
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """A value that a function reads from a closure, a global or a default: ``holder[key]``, called ``name``."""
+
+    name: str
+    holder: Any
+    key: Any
+    value: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeRead:
+    """What stands in the code of a model's modules and in the code that it names: methods, functions, objects that are called.
+
+    Args:
+        names: of attributes that are read; own: those in code that is no installed library's; assigned: those that are written.
+        computed: the user's code also reads attributes by names that it computes (``getattr``), so any may be read.
+        functions: the user's functions that the forward may reach.
+        with_modes: classes of modules whose forward asks whether it trains.
+    """
+
+    names: frozenset[str]
+    own: frozenset[str]
+    assigned: frozenset[str]
+    computed: bool
+    functions: tuple[FunctionType, ...]
+    with_modes: frozenset[type]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> CodeRead:
+        reader = _Reader()
+        for part in module.modules():
+            reader.thing(part)
+        reader.follow()
+        kinds = {type(part) for part in module.modules()}
+        return cls(
+            names=frozenset(reader.names),
+            own=frozenset(reader.own),
+            assigned=frozenset(reader.assigned),
+            computed=bool(_COMPUTED_NAMES & reader.own),
+            functions=tuple(function for function in reader.functions.values() if is_users(function)),
+            with_modes=frozenset(kind for kind in kinds if _has_modes(kind)),
+        )
+
+
+class _Reader:
+    """Walks from the modules to the functions that they may call."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.own: set[str] = set()
+        self.assigned: set[str] = set()
+        self.functions: dict[int, FunctionType] = {}
+        self._methods: dict[str, dict[int, FunctionType]] = {}
+        self._kinds: set[type] = set()
+        self._coming: list[FunctionType] = []
+        self._seen: set[int] = set()
+
+    def thing(self, value: object) -> None:
+        """A module or another object whose methods may be called: its class, and what it has as attributes."""
+        if id(value) in self._seen or len(self._seen) > _MOST:
+            return
+        self._seen.add(id(value))
+        self._class(type(value))
+        for attribute in list(getattr(value, "__dict__", {}).values()):
+            self._attribute(attribute)
+
+    def _attribute(self, value: object) -> None:
+        while isinstance(value, partial):
+            value = value.func
+        if isinstance(value, MethodType):
+            self.thing(value.__self__)
+            value = value.__func__
+        if isinstance(value, FunctionType):
+            if is_users(value):
+                self._coming.append(value)
+        elif isinstance(value, dict | list | tuple):
+            for entry in list(value.values() if isinstance(value, dict) else value)[:_MANY]:
+                if callable(entry):
+                    self._attribute(entry)
+        elif isinstance(value, nn.Module) or (_has_attributes(value) and (callable(value) or is_users(type(value)))):
+            self.thing(value)
+
+    def _class(self, kind: type) -> None:
+        if kind in self._kinds:
+            return
+        self._kinds.add(kind)
+        for base in (base for base in kind.__mro__ if base not in _BASES):
+            for name, made in vars(base).items():
+                function = inspect.unwrap(made.fget if isinstance(made, property) and made.fget else made)
+                function = getattr(function, "__func__", function)
+                if isinstance(function, FunctionType):
+                    self._methods.setdefault(name, {})[id(function)] = function
+                    if name in self.names or name in _ENTRIES:
+                        self._coming.append(function)
+
+    def follow(self) -> None:
+        """Read the functions that are known, and those that their code names."""
+        while self._coming:
+            function = self._coming.pop()
+            if id(function) in self.functions:
+                continue
+            self.functions[id(function)] = function
+            users = is_users(function)
+            for code in _with_inner(function.__code__):
+                self._read(code, users=users)
+            for around in around_of(function) if users else ():
+                self._around(around.value, function)
+
+    def _read(self, code: CodeType, *, users: bool) -> None:
+        named = set(code.co_names)
+        for name in named - self.names:
+            self._coming += self._methods.get(name, {}).values()
+        self.names |= named
+        self.own |= named if users else set()
+        self.assigned |= _named(code, "STORE_ATTR")
+
+    def _around(self, value: object, function: FunctionType) -> None:
+        if isinstance(value, ModuleType):
+            named = {name for code in _with_inner(function.__code__) for name in code.co_names}
+            for name in named & vars(value).keys():
+                if isinstance(found := vars(value)[name], FunctionType | type) and is_users(found):
+                    self._around(found, function)
+        elif isinstance(value, type):
+            self._class(value)
+        else:
+            self._attribute(value)
+
+
+def around_of(function: FunctionType) -> list[Around]:
+    """Return what a function of the user reads from its closure, from globals and as defaults, but nothing of libraries, and no global that
+    it writes itself."""
+    held: list[Around] = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        if _is_filled(cell):
+            held.append(Around(name, _Cell(cell), 0, cell.cell_contents))
+    known = function.__globals__
+    held += [Around(name, known, name, known[name]) for name in _globals_read(function.__code__) if name in known]
+    defaults = function.__defaults__ or ()
+    arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
+    for place, name in enumerate(arguments[len(arguments) - len(defaults) :]):
+        held.append(Around(name, defaults, place, defaults[place]))
+    for name, value in (function.__kwdefaults__ or {}).items():
+        held.append(Around(name, function.__kwdefaults__, name, value))
+    return [around for around in held if is_users(around.value)]
+
+
+class _Cell:
+    """A cell of a closure, to be read as a container of one entry."""
+
+    def __init__(self, cell: Any) -> None:
+        self._cell = cell
+
+    def __getitem__(self, _: int) -> Any:
+        return self._cell.cell_contents
+
+
+@cache
+def _globals_read(code: CodeType) -> frozenset[str]:
+    codes = list(_with_inner(code))
+    written = {name for each in codes for name in _named(each, "STORE_GLOBAL")}
+    return frozenset(name for each in codes for name in _named(each, "LOAD_GLOBAL")) - written
+
+
+@cache
+def _named(code: CodeType, operation: str) -> frozenset[str]:
+    return frozenset(step.argval for step in dis.get_instructions(code) if step.opname == operation)
+
+
+def is_users(value: object) -> bool:
+    """Whether it is anything but a module, a class or a function of an installed library, or of this package."""
+    if isinstance(value, MethodType):
+        value = value.__func__
+    if isinstance(value, FunctionType):
+        place, top = value.__code__.co_filename, value.__module__
+    elif isinstance(value, ModuleType | type):
+        module = value if isinstance(value, ModuleType) else sys.modules.get(value.__module__)
+        place, top = getattr(module, "__file__", None) or "", getattr(module, "__name__", "builtins")
+        if not place and top != "__main__":
+            return False
+    else:
+        return True
+    return not place.startswith(_LIBRARIES) and (top or "").partition(".")[0] != "heterodyne"
+
+
+def _has_attributes(value: object) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType, FunctionType))
+
+
+def _has_modes(kind: type[nn.Module]) -> bool:
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return code is not None and "training" in code.co_names
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_inner(constant)

@@ -1,0 +1,262 @@
+"""What a rank runs while the model is as it was captured, and the switch to something else when the script has changed it.
+
+A graph, and what is known of the loss, hold for one state of the model's Python side (`ReadState`). When that is another before a step,
+the model is captured as it is now, under the same plan; states that come back find what was made for them. All ranks switch together:
+each sends a digest of what it has seen change, and a change on one rank alone ends the step before its update, on all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from heterodyne.errors import HeterodyneError, PlanError
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.loss_count import LossCount
+from heterodyne.plan.check import require_valid
+from heterodyne.plan.realign import realigned
+from heterodyne.runtime import same_batch
+from heterodyne.runtime.assignment import Assignment
+from heterodyne.runtime.batch_work import BatchWork
+from heterodyne.runtime.exact.later_batches import LaterBatches
+from heterodyne.runtime.executor import Watch
+from heterodyne.runtime.recapture.read_state import Change, ReadState, State, portable
+from heterodyne.runtime.stages.stage_builder import StagePrograms
+from heterodyne.units import format_seconds
+
+__all__ = ["Again", "Capture", "Step", "Variant", "Variants"]
+
+T = TypeVar("T")
+
+MOST = 8
+"""Of so many states of the model what runs is kept; so many new ones in a row, a step each, are captured before that is refused."""
+_MOST_NAMES = 3
+_BITS = 20  # of a digest: the sum of squares over 1,024 ranks is still exact in float64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capture:
+    """What was captured of a model in one state. ``programs``: None where there is no graph."""
+
+    graph: ModelGraph
+    loss_count: LossCount
+    programs: StagePrograms | None
+
+
+Again: TypeAlias = Callable[[nn.Module, Mapping[str, Tensor]], Capture]
+"""Captures a model as it is now, given by name the buffers, whole, that the script has put in the place of others. Raises CaptureError."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Variant:
+    """What runs in one state. ``later``: compares parts of a batch with the whole; None where pieces of a graph run."""
+
+    capture: Capture
+    assignment: Assignment
+    batches: BatchWork
+    later: LaterBatches | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What a step runs. ``changed``: something is another than before; ``agreed``: whether all ranks say so, to be asked before the
+    update."""
+
+    variant: Variant
+    changed: bool
+    agreed: Callable[[], bool]
+
+
+@dataclass(eq=False)
+class _Seen:
+    """Of one mode (training, or evaluation) what was read last, what runs in that state, and all that is another than at the start."""
+
+    read: ReadState
+    variant: Variant
+    rebound: dict[str, Tensor] = field(default_factory=dict)  # buffers in the place of others, by name
+    changes: list[Change] = field(default_factory=list)
+
+    @property
+    def digest(self) -> int:
+        return int.from_bytes(portable(self.changes), "big") >> (64 - _BITS) if self.changes else 0
+
+
+class Variants:
+    """Of one rank. Every method is called by all ranks together.
+
+    Args:
+        module: the user's model, of which this rank holds a part.
+        first: of the state that it is in.
+        make: what runs of a capture under a plan. Collective.
+        again: captures the module as it is now; None: what changes is refused.
+        adopt: takes over, as far as this rank holds them, the buffers that the script has put in the place of others.
+        watch: is informed of a capture, which takes long.
+        say: takes a line for people.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        first: Capture,
+        assignment: Assignment,
+        *,
+        make: Callable[[Capture, Assignment], Variant],
+        again: Again | None,
+        adopt: Callable[[Mapping[str, Tensor]], None],
+        watch: Watch | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._module = module
+        self._make = make
+        self._again = again
+        self._adopt = adopt
+        self._watch = watch
+        self._say = say
+        self._communicator = assignment.communicator
+        self.first = make(first, assignment)
+        self._training = _Seen(ReadState(module), self.first)
+        self._evaluating: _Seen | None = None
+        self._start = self._training.read.state
+        self._parameters = self._training.read.parameters
+        self._known: list[tuple[State, Variant]] = [(self._start, self.first)]
+        self._in_a_row = 0  # steps for each of which the model was captured
+
+    def step(self) -> Step:
+        """What the next step runs. Raises PlanError, on all ranks, for a change that cannot be followed."""
+        seen = self._training
+        before, changed = seen.read.state, self._look(seen)
+        agreed = self._compare(seen.digest)
+        if not changed:
+            self._in_a_row = 0
+        elif agreed():
+            self._follow(seen, before, modes=True)
+        return Step(variant=seen.variant, changed=changed, agreed=agreed)
+
+    def evaluation(self) -> Variant:
+        """What runs in evaluation; the module is in that mode. Raises PlanError as `step` does."""
+        before, seen = self._start, self._evaluating
+        if seen is None:
+            seen = self._evaluating = _Seen(ReadState(self._module), self.first)
+            seen.changes = self._start.changes(seen.read.state)
+            changed = True
+        else:
+            before, changed = seen.read.state, self._look(seen)
+        if not self._compare(seen.digest)():
+            raise self.disagreement(seen)
+        if changed:
+            self._follow(seen, before, modes=False)
+        return seen.variant
+
+    def disagreement(self, seen: _Seen | None = None) -> PlanError:
+        """Return what to say of changes that not all ranks have made. Collective."""
+        told = {str(change) for change in (seen or self._training).changes}
+        of_all: list[set[str]] = self._communicator.all_gather_object(told)
+        alone = sorted(of_all[0].union(*of_all) - of_all[0].intersection(*of_all))
+        ranks = [rank for rank, of in enumerate(of_all) if alone and alone[0] in of]
+        what = alone[0] if alone else "something that forward or loss reads was changed"
+        return PlanError(
+            f"{what}, on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} alone: the ranks would train different "
+            "models. Change what forward and loss read alike on every rank, before the same step (no 'if rank == 0')"
+        )
+
+    def _look(self, seen: _Seen) -> bool:
+        """Whether anything is another than at the last look in this mode."""
+        if seen.read.is_same():
+            return False
+        before, buffers, parameters = seen.read.state, seen.read.buffers, seen.read.parameters
+        state = seen.read.take()
+        rebound = {name: buffer for name, buffer in seen.read.buffers.items() if buffers.get(name) is not buffer}
+        if not rebound and parameters == seen.read.parameters and not before.changes(state):
+            return False  # other objects of the same values
+        seen.rebound |= rebound
+        told = [_rebound(name, buffer) for name, buffer in seen.rebound.items()]
+        seen.changes = [*self._start.changes(state), *told]
+        return True
+
+    def _compare(self, digest: int) -> Callable[[], bool]:
+        """Start to compare the digests of all ranks; the answer is waited for when it is asked for."""
+        ranks = self._communicator.world_size
+        if ranks == 1:
+            return lambda: True
+        sums = torch.tensor([float(digest), float(digest**2)], dtype=torch.float64)
+        sent = self._communicator.control.all_reduce(sums)
+
+        def agreed() -> bool:
+            sent.wait()
+            total, squares = map(int, sums.tolist())
+            return ranks * squares == total**2  # all are equal (Cauchy-Schwarz)
+
+        return agreed
+
+    def _follow(self, seen: _Seen, before: State, *, modes: bool) -> None:
+        """Let what runs be that of the state as it is now. Raises PlanError or CaptureError, on all ranks if on any."""
+        state = seen.read.state
+        for name, parameter in seen.read.parameters.items():
+            if self._parameters.get(name) is not parameter:
+                raise PlanError(
+                    f"{name!r} is another parameter than when the model was distributed, which the optimizer does not know. Write into "
+                    f"the one that is there (with torch.no_grad(): model.{name}.copy_(value)), or distribute the model again"
+                )
+        self._adopt({name: buffer for name, buffer in seen.rebound.items() if seen.read.buffers.get(name) is buffer})
+        for known, variant in self._known:
+            if not known.changes(state, modes=modes):
+                seen.variant = variant
+                break
+        else:
+            seen.variant = self._captured(state, before.changes(state, modes=modes), seen.rebound)
+        seen.read.take()  # adopted buffers are others
+
+    def _captured(self, state: State, changes: Sequence[Change], rebound: Mapping[str, Tensor]) -> Variant:
+        words = "; ".join(map(str, changes[:_MOST_NAMES])) + (" ..." if len(changes) > _MOST_NAMES else "")
+        self._in_a_row += 1
+        if self._in_a_row > MOST:
+            raise PlanError(
+                f"{words}: it is another at each of the last {MOST} steps, and for each value the model is captured anew, which takes "
+                "seconds. Make it an entry of the batch, or a buffer (register_buffer) that is written to between steps"
+            )
+        started_s = time.perf_counter()
+        with nullcontext() if self._watch is None else self._watch.phase("capturing the model as it is now"):
+            capture, assignment = self._together(partial(self._capture_now, words, rebound), words)
+            made = self._make(capture, assignment)
+            self._together(made.batches.prepare, words)
+        self._known = [(self._start, self.first), *([(state, made), *self._known[:-1]][: MOST - 1])]
+        self._say(f"{words}: captured anew in {format_seconds(time.perf_counter() - started_s)}")
+        return made
+
+    def _capture_now(self, words: str, rebound: Mapping[str, Tensor]) -> tuple[Capture, Assignment]:
+        first = self.first.assignment
+        if self._again is None:
+            raise PlanError(f"{words} since the model was captured, and nothing here can capture it again")
+        capture = self._again(self._module, rebound)
+        plan = realigned(first.plan, first.graph, capture.graph)
+        require_valid(plan, capture.graph, first.cluster)
+        return capture, replace(first, graph=capture.graph, plan=plan)
+
+    def _together(self, do: Callable[[], T], words: str) -> T:
+        """All ranks do it. Raises what one of them raises, on all of them."""
+        found: T | None = None
+        error: HeterodyneError | None = None
+        try:
+            found = do()
+        except HeterodyneError as caught:
+            error = caught
+        of_all = self._communicator.all_gather_object(None if error is None else str(error))
+        told = next((each for each in of_all if each is not None), None)
+        if told is not None:
+            raise PlanError(
+                f"{words}, and the step cannot be that of one device any more under this plan: {told}\nChange it before the model is "
+                "distributed, or take a plan in which each device runs the whole model (plan='data')"
+            ) from error
+        return found  # type: ignore[return-value]  # nothing was raised
+
+
+def _rebound(name: str, buffer: Tensor) -> Change:
+    digest = "a tensor without values" if buffer.is_meta else same_batch.digest({"": buffer})
+    return Change(name=f"the buffer {name!r}", before="another tensor", after=f"one of {list(buffer.shape)} ({digest})")
