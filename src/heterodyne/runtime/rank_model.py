@@ -180,13 +180,14 @@ class RankModel:
         """Return the buffers that a forward of this graph changes."""
         return {n: b for n, b in self.buffers.items() if graph.batch_statistics and not b.is_meta}
 
-    def adopt(self, buffers: Mapping[str, Tensor]) -> None:
-        """Take over buffers that the script has put in the place of others, as far as this rank holds them."""
+    def adopt(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Take over buffers that the script has put in the place of others. Return what this rank holds of them, meta tensors for nothing."""
         rank = self._communicator.rank
         for name, buffer in buffers.items():
             if self.buffers.get(name) is not buffer:
                 held = self.ownership.holders(name, [rank]).get(rank)
                 self.buffers[name] = replace_held(self._module, name, buffer, held, self._communicator.device)
+        return {name: self.buffers[name] for name in buffers}
 
     def require_as_left(self) -> None:
         """Raises PlanError where a parameter is trained now that was not when the model was captured, or has values that no step reads."""

@@ -193,9 +193,9 @@ class _Walk:
 
     def _hooks(self, name: str, table: Mapping[Any, Any]) -> None:
         self._sized.append(table)
-        for key, hook in table.items():
+        for place, (key, hook) in enumerate(table.items()):  # keys are numbers that differ from process to process
             self._slot(table, key, hook)
-            self._value(f"{name}[{key}]", hook, 1)
+            self._value(f"{name}[{place}]", hook, 1)
         self.values[f"the hooks in {name!r}"] = tuple(map(_Callable, table.values()))
 
     def _is_read(self, key: str, *, users: bool) -> bool:

@@ -80,12 +80,20 @@ class _Seen:
 
     read: ReadState
     variant: Variant
-    rebound: dict[str, Tensor] = field(default_factory=dict)  # buffers in the place of others, by name
     changes: list[Change] = field(default_factory=list)
 
     @property
     def digest(self) -> int:
         return int.from_bytes(portable(self.changes), "big") >> (64 - _BITS) if self.changes else 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Rebound:
+    """A buffer that the script has put in the place of another: what this rank holds of it, and all of it on the meta device."""
+
+    held: Tensor
+    whole: Tensor
+    change: Change
 
 
 class Variants:
@@ -96,7 +104,7 @@ class Variants:
         first: of the state that it is in.
         make: what runs of a capture under a plan. Collective.
         again: captures the module as it is now; None: what changes is refused.
-        adopt: takes over, as far as this rank holds them, the buffers that the script has put in the place of others.
+        adopt: takes over the buffers that the script has put in the place of others, and returns what this rank holds of them.
         watch: is informed of a capture, which takes long.
         say: takes a line for people.
     """
@@ -109,7 +117,7 @@ class Variants:
         *,
         make: Callable[[Capture, Assignment], Variant],
         again: Again | None,
-        adopt: Callable[[Mapping[str, Tensor]], None],
+        adopt: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
         watch: Watch | None,
         say: Callable[[str], None],
     ) -> None:
@@ -126,6 +134,7 @@ class Variants:
         self._start = self._training.read.state
         self._parameters = self._training.read.parameters
         self._known: list[tuple[State, Variant]] = [(self._start, self.first)]
+        self._rebound: dict[str, _Rebound] = {}
         self._in_a_row = 0  # steps for each of which the model was captured
 
     def step(self) -> Step:
@@ -144,7 +153,7 @@ class Variants:
         before, seen = self._start, self._evaluating
         if seen is None:
             seen = self._evaluating = _Seen(ReadState(self._module), self.first)
-            seen.changes = self._start.changes(seen.read.state)
+            seen.changes = self._all_changes(seen.read.state)
             changed = True
         else:
             before, changed = seen.read.state, self._look(seen)
@@ -175,10 +184,14 @@ class Variants:
         rebound = {name: buffer for name, buffer in seen.read.buffers.items() if buffers.get(name) is not buffer}
         if not rebound and parameters == seen.read.parameters and not before.changes(state):
             return False  # other objects of the same values
-        seen.rebound |= rebound
-        told = [_rebound(name, buffer) for name, buffer in seen.rebound.items()]
-        seen.changes = [*self._start.changes(state), *told]
+        for name, buffer in rebound.items():
+            if name not in self._rebound or self._rebound[name].held is not buffer:
+                self._rebound[name] = _rebound(name, buffer)
+        seen.changes = self._all_changes(state)
         return True
+
+    def _all_changes(self, state: State) -> list[Change]:
+        return [*self._start.changes(state), *(rebound.change for rebound in self._rebound.values())]
 
     def _compare(self, digest: int) -> Callable[[], bool]:
         """Start to compare the digests of all ranks; the answer is waited for when it is asked for."""
@@ -204,16 +217,17 @@ class Variants:
                     f"{name!r} is another parameter than when the model was distributed, which the optimizer does not know. Write into "
                     f"the one that is there (with torch.no_grad(): model.{name}.copy_(value)), or distribute the model again"
                 )
-        self._adopt({name: buffer for name, buffer in seen.rebound.items() if seen.read.buffers.get(name) is buffer})
+        held = self._adopt({name: seen.read.buffers[name] for name in self._rebound if name in seen.read.buffers})
+        self._rebound |= {name: replace(self._rebound[name], held=buffer) for name, buffer in held.items()}
         for known, variant in self._known:
             if not known.changes(state, modes=modes):
                 seen.variant = variant
                 break
         else:
-            seen.variant = self._captured(state, before.changes(state, modes=modes), seen.rebound)
+            seen.variant = self._captured(state, before.changes(state, modes=modes))
         seen.read.take()  # adopted buffers are others
 
-    def _captured(self, state: State, changes: Sequence[Change], rebound: Mapping[str, Tensor]) -> Variant:
+    def _captured(self, state: State, changes: Sequence[Change]) -> Variant:
         words = "; ".join(map(str, changes[:_MOST_NAMES])) + (" ..." if len(changes) > _MOST_NAMES else "")
         self._in_a_row += 1
         if self._in_a_row > MOST:
@@ -223,18 +237,18 @@ class Variants:
             )
         started_s = time.perf_counter()
         with nullcontext() if self._watch is None else self._watch.phase("capturing the model as it is now"):
-            capture, assignment = self._together(partial(self._capture_now, words, rebound), words)
+            capture, assignment = self._together(partial(self._capture_now, words), words)
             made = self._make(capture, assignment)
             self._together(made.batches.prepare, words)
         self._known = [(self._start, self.first), *([(state, made), *self._known[:-1]][: MOST - 1])]
         self._say(f"{words}: captured anew in {format_seconds(time.perf_counter() - started_s)}")
         return made
 
-    def _capture_now(self, words: str, rebound: Mapping[str, Tensor]) -> tuple[Capture, Assignment]:
+    def _capture_now(self, words: str) -> tuple[Capture, Assignment]:
         first = self.first.assignment
         if self._again is None:
             raise PlanError(f"{words} since the model was captured, and nothing here can capture it again")
-        capture = self._again(self._module, rebound)
+        capture = self._again(self._module, {name: rebound.whole for name, rebound in self._rebound.items()})
         plan = realigned(first.plan, first.graph, capture.graph)
         require_valid(plan, capture.graph, first.cluster)
         return capture, replace(first, graph=capture.graph, plan=plan)
@@ -257,6 +271,9 @@ class Variants:
         return found  # type: ignore[return-value]  # nothing was raised
 
 
-def _rebound(name: str, buffer: Tensor) -> Change:
-    digest = "a tensor without values" if buffer.is_meta else same_batch.digest({"": buffer})
-    return Change(name=f"the buffer {name!r}", before="another tensor", after=f"one of {list(buffer.shape)} ({digest})")
+def _rebound(name: str, buffer: Tensor) -> _Rebound:
+    values = "without values" if buffer.is_meta else same_batch.digest({"": buffer})
+    change = Change(
+        name=f"the buffer {name!r}", before="another tensor", after=f"one of {list(buffer.shape)} ({values})"
+    )
+    return _Rebound(held=buffer, whole=torch.empty_like(buffer, device="meta"), change=change)

@@ -1,0 +1,254 @@
+"""What a script changes between two steps: the next step is that of one device, or all ranks refuse it by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from heterodyne.api.loop.batches import batch_format
+from heterodyne.api.loop.model_with_loss import with_loss
+from heterodyne.api.stage_cutting import StageCutter, again_of
+from heterodyne.errors import HeterodyneError
+from heterodyne.frontend import Captured, CapturedModel, trace
+from heterodyne.plan.lower import lower
+from heterodyne.plan.plan import Plan
+from heterodyne.runtime.comm.communicator import Communicator
+from heterodyne.runtime.worker import Worker
+from multiprocess.pool import Pool, World
+from multiprocess.work import PipelineOf, StageOf, cluster_of, plan_of, staged_plan
+
+SAMPLES, STEPS, CLASSES = 6, 5, 4
+KINDS = ("data", "1F1B", "split", "zero 3")
+BAR = 1e-5
+
+
+class Network(nn.Module):
+    """With nearly everything that a script may change: numbers, masks, a head that is used in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 16)
+        self.head, self.extra = nn.Linear(16, CLASSES), nn.Linear(16, CLASSES)
+        self.act: Any = nn.Tanh()
+        self.beta, self.config = 0.0, {"scale": 1.0}
+        self.helps, self.squash = False, torch.tanh
+        self.prior = torch.ones(16)
+        self.register_buffer("mask", torch.ones(16))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.act(self.first(x)) * self.mask
+        hidden = self.squash(self.second(hidden)) * self.prior * self.config["scale"]
+        penalty = hidden.square().mean(1) * self.beta if self.beta > 0 else hidden.new_zeros(len(hidden))
+        logits = self.head(hidden)
+        if self.helps and self.training:
+            logits = logits + 0.3 * self.extra(hidden)
+        return logits, penalty
+
+
+class Criterion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight: Tensor | None = None
+        self.register_buffer("counts", torch.ones(CLASSES))
+        self.ignore_index = -100
+        self.kind = "labels"
+
+    def forward(self, outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+        logits, penalty = outputs
+        if self.kind == "smooth":
+            return F.cross_entropy(logits, labels, self.counts, label_smoothing=0.1) + penalty.sum() / 3
+        weight = self.counts if self.weight is None else self.weight
+        loss = F.cross_entropy(logits, labels, weight, ignore_index=self.ignore_index)
+        return loss + penalty.mean()
+
+
+class Task:
+    """The object of a script that knows the loss; its method is passed as the loss."""
+
+    def __init__(self) -> None:
+        self.gain = 1.0
+        self.criterion = Criterion()
+
+    def loss(self, outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
+        return self.criterion(outputs, labels) * self.gain
+
+
+Change = Callable[[Network, Any], None]
+
+
+def _scale(hook_of: nn.Module, factor: float) -> None:
+    hook_of.register_forward_hook(lambda _module, _inputs, output: output * factor)
+
+
+def _set(owner: str, name: str, *values: Any) -> list[Change]:
+    def change(value: Any) -> Change:
+        return lambda model, loss: setattr(model if owner == "model" else loss, name, value)
+
+    return [change(value) for value in values]
+
+
+def _in_place(tensor: Callable[[Network, Any], Tensor], value: float) -> Change:
+    def change(model: Network, loss: Any) -> None:
+        with torch.no_grad():
+            tensor(model, loss)[0] = value
+
+    return change
+
+
+WEIGHTS = (torch.tensor([3.0, 1.0, 1.0, 0.2]), torch.tensor([0.1, 1.0, 5.0, 1.0]))
+MASK = torch.linspace(0.2, 2.0, 16)
+
+LIVES: dict[str, list[Change]] = {
+    "a term joins the loss": _set("model", "beta", 0.5, 0.5, 0.0, 0.7),
+    "another class is ignored": _set("loss", "ignore_index", 1, 1, 2, -100),
+    "class weights are another attribute": _set("loss", "weight", WEIGHTS[0], WEIGHTS[0], WEIGHTS[1], None),
+    "a buffer of the loss is replaced": _set("loss", "counts", *WEIGHTS, WEIGHTS[0], WEIGHTS[1]),
+    "a buffer of the loss is written to": [_in_place(lambda _, loss: loss.counts, 3.0), *[lambda *_: None] * 3],
+    "a mask is replaced": _set("model", "mask", MASK, MASK, 1 - MASK, torch.ones(16)),
+    "a tensor that is an attribute is replaced": _set("model", "prior", MASK, MASK, 1 - MASK, torch.ones(16)),
+    "a tensor that is an attribute is written to": [_in_place(lambda model, _: model.prior, 3.0)] * 2,
+    "an entry of a dict": [
+        lambda model, _: model.config.update(scale=0.5),
+        lambda model, _: model.config.update(scale=1),
+    ],
+    "another activation": _set("model", "act", nn.ReLU(), nn.GELU(), nn.Tanh()),
+    "another function": _set("model", "squash", torch.sigmoid, torch.tanh),
+    "a hook": [lambda model, _: _scale(model.second, 0.5), lambda model, _: model.second._forward_hooks.clear()],
+    "an extra head in training": _set("model", "helps", True, True, False, True),
+    "a criterion of another form": _set("loss", "kind", "smooth", "labels", "smooth", "smooth"),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    losses: list[float]
+    validation: list[float]
+    weights: dict[str, Tensor]
+
+
+def batch_of(seed: int, samples: int = SAMPLES) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, 8, generator=generator)
+    return {"x": x, "target": torch.randint(0, CLASSES, (samples,), generator=generator)}
+
+
+def module_of(loss: Any) -> tuple[nn.Module, Network]:
+    model = Network()
+    batch = batch_of(0)
+    return with_loss(model, loss, batch_format(model, tuple(batch.values()), has_loss=True), batch, withheld=()), model
+
+
+def lived(
+    step: Callable[[dict[str, Tensor]], float],
+    evaluate: Callable[[dict[str, Tensor]], float],
+    model: Network,
+    loss: Any,
+    changes: Iterable[Change],
+) -> tuple[list[float], list[float]]:
+    losses, validation = [step(batch_of(0))], [evaluate(batch_of(100, 5))]
+    for number, change in enumerate(changes):
+        change(model, loss)
+        losses.append(step(batch_of(1 + number)))
+        validation.append(evaluate(batch_of(100 + number, 5)))
+    return losses, validation
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def plain(changes: list[Change], loss: Any) -> Run:
+    module, model = module_of(loss)
+    optimizer = sgd(module.parameters())
+
+    def step(batch: dict[str, Tensor]) -> float:
+        optimizer.zero_grad()
+        value = module(**batch)
+        value.backward()
+        optimizer.step()
+        return float(value.item())
+
+    def evaluate(batch: dict[str, Tensor]) -> float:
+        module.eval()
+        value = float(module(**batch).item())
+        module.train()
+        return value
+
+    losses, validation = lived(step, evaluate, model, loss, changes)
+    return Run(losses, validation, {n: p.detach().clone() for n, p in module.named_parameters()})
+
+
+def plan_for(kind: str, captured: CapturedModel, ranks: int) -> Plan:
+    graph, cluster = captured.graph, cluster_of(ranks)
+    if kind == "data":
+        return plan_of(graph, cluster, ((2, 2), (1, 1)))
+    end = len(graph.ops)
+    if kind == "zero 3":
+        whole = [StageOf(end, (rank,), (1,)) for rank in range(2)]
+        return staged_plan(
+            graph, cluster, [PipelineOf((2, 2), (whole[0],)), PipelineOf((1, 1), (whole[1],))], "1F1B", zero=3
+        )
+    if kind == "split":
+        return staged_plan(
+            graph, cluster, [PipelineOf((4, 2), (StageOf(end, (0, 1), (5, 3), kind="split", free=True),))], "1F1B"
+        )
+    middle = next(i for i, op in enumerate(graph.ops) if "second.weight" in "".join(op.parameters))
+    stages = StageOf(middle, (0,), (1,)), StageOf(end, (1,), (1,))
+    return staged_plan(graph, cluster, [PipelineOf((2, 2, 2), stages)], "1F1B")
+
+
+def worker_for(world: World, kind: str, module: nn.Module, captured: Captured) -> Worker:
+    plan, cluster = plan_for(kind, captured, world.world_size), cluster_of(world.world_size)
+    return Worker(
+        module,
+        graph=captured.graph,
+        plan=plan,
+        program=lower(plan, captured.graph, cluster, clip=False),
+        cluster=cluster,
+        communicator=Communicator(rank=world.rank, world_size=world.world_size, device=torch.device("cpu")),
+        loss_count=captured.loss_count,
+        optimizer=sgd,
+        total_steps=STEPS,
+        clip_grad_norm=0.0,
+        stage_programs=StageCutter(captured, module),
+        again=again_of(captured, module),
+    )
+
+
+def ours(world: World, kind: str, names: list[str]) -> dict[str, Run | str]:
+    captured = trace(module_of(Criterion())[0], batch_of(0))
+    found: dict[str, Run | str] = {}
+    for name in names:
+        loss = Criterion()
+        module, model = module_of(loss)
+        worker = worker_for(world, kind, module, captured)
+        try:
+            losses, validation = lived(lambda batch: worker.step(batch).loss, worker.evaluate, model, loss, LIVES[name])
+            weights = {n: tensor.clone() for n, tensor in worker.tensors().items()}
+            found[name] = Run(losses, validation, weights)
+        except HeterodyneError as error:
+            found[name] = str(error)
+        finally:
+            worker.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_life_is_that_of_one_device(pool: Pool, kind: str) -> None:
+    of_ranks = pool.run(2, ours, kind, list(LIVES), timeout_s=300.0)
+    for name, changes in LIVES.items():
+        wanted = plain(changes, Criterion())
+        for found in of_ranks:
+            run = found[name]
+            assert isinstance(run, Run), (name, run)
+            assert run.losses == pytest.approx(wanted.losses, rel=BAR), name
+            assert run.validation == pytest.approx(wanted.validation, rel=BAR), name
+            for of, weight in wanted.weights.items():
+                assert (run.weights[of] - weight).norm() <= BAR * weight.norm(), (name, of)
