@@ -19,6 +19,7 @@ from heterodyne.runtime.assignment import Assignment
 from heterodyne.runtime.executor import Step
 from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.records.recorder import Recorder
+from heterodyne.runtime.refused_construction import undone_if_refused
 from heterodyne.runtime.stages.stage_builder import (
     bucket_channels,
     completed_gradients,
@@ -56,6 +57,7 @@ class RankModel:
         scale: of the loss, where any rank computes in fp16.
     """
 
+    @undone_if_refused
     def __init__(
         self,
         module: nn.Module,
@@ -101,6 +103,7 @@ class RankModel:
         self.parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
         self._trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         self.masters = self._masters(plan, slices, optimizer, host_activation_bytes)
+        self._closing.callback(self.masters.close)
         self._watch = WeightWatch(
             {n: p for n, p in self.parameters.items() if self.ownership.box(rank, n)}, self.masters.copies
         )
@@ -117,6 +120,7 @@ class RankModel:
             weights=self.masters if plan.zero > 1 else None,
             same_way=graph.opaque is None,
         )
+        self._closing.callback(self.gradients.close)
         self.state = WorkerState(
             module,
             self.optimizer,
@@ -224,8 +228,7 @@ class RankModel:
 
     def close(self) -> None:
         """Take the hooks off the model."""
-        self.gradients.close()
-        self.masters.close()
+        self._closing.close()
 
 
 def _loss_scale(placement: Placement, graph: ModelGraph, program: Program) -> LossScale | None:

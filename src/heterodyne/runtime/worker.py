@@ -32,6 +32,7 @@ from heterodyne.runtime.out_of_memory import longer_than_planned, told_with_stag
 from heterodyne.runtime.placement import RankRole
 from heterodyne.runtime.rank_model import RankModel
 from heterodyne.runtime.records.recorder import Recorder
+from heterodyne.runtime.refused_construction import undone_if_refused
 from heterodyne.runtime.same_batch import is_looked_at
 from heterodyne.runtime.same_ranks import require_together
 from heterodyne.runtime.slices import GlobalBatchLike
@@ -82,9 +83,10 @@ class Worker:
         say: takes lines for people.
 
     Raises PlanError if model, program and cluster do not go together, or a host lacks memory for what is kept there; WorkerError if
-    ranks have built different models.
+    ranks have built different models. The model then has no hooks of this library; a plan that cannot cut it leaves it as it was.
     """
 
+    @undone_if_refused
     def __init__(
         self,
         module: nn.Module,
@@ -119,9 +121,22 @@ class Worker:
         self.steps_done = 0
         self.recorder = recorder or Recorder(rank=self.rank, device=communicator.device, on=False)
         self._communicator = communicator = communicator.branch()
+        self._closing.callback(communicator.close)
         assignment = Assignment(graph=graph, plan=plan, program=program, cluster=cluster, communicator=communicator)
         self.placement = assignment.placement
         self._loss_count = loss_count
+        self._stages = StageBuilder(
+            module,
+            assignment,
+            programs=stage_programs,
+            home=lambda: held.gradients,
+            seed=seed,
+            compiled=compiled,
+            compile_stages=compile_stages,
+            say=say,
+        )
+        # All ranks alike: where one runs the module, it is beside others that run its graph.
+        cut = any(communicator.agreement.gather_or_raise(self._stages.cut_out))
         self._model = held = RankModel(
             module,
             assignment,
@@ -132,19 +147,8 @@ class Worker:
             stored=stored,
             weights=weights,
         )
-        self._stages = StageBuilder(
-            module,
-            assignment,
-            programs=stage_programs,
-            home=held.gradients,
-            seed=seed,
-            compiled=compiled,
-            compile_stages=compile_stages,
-            say=say,
-        )
+        self._closing.callback(held.close)
         self._stages.parts()
-        # All ranks alike: where one runs the module, it is beside others that run its graph.
-        cut = any(communicator.all_gather_object(self._stages.cut))
         self._values = PythonValues(module) if cut else None
         self._later = (
             None
@@ -348,8 +352,7 @@ class Worker:
 
     def close(self) -> None:
         """Take the hooks off the model, and leave the process groups that this worker made. The communicator stays open."""
-        self._model.close()
-        self._communicator.close()
+        self._closing.close()
 
     def not_finite(self) -> str | None:
         """The first of the trained weights and of the optimizer's state on this rank that is not finite; None if all are."""

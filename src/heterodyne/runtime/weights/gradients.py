@@ -354,11 +354,19 @@ def _on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Rem
 
 
 def require_no_hooks(parameters: Mapping[str, nn.Parameter], *, ours: int = 0) -> None:
-    """Raises CaptureError for one with a hook on its gradient: it would see that of one micro-batch of one device, and only if it is linear
-    does that come to the same. ``ours``: how many each has of this library.
+    """Raise CaptureError for a parameter with a hook on its gradient, which would see the gradient of one micro-batch on one device.
+
+    Args:
+        ours: how many hooks of this library each parameter has.
     """
     for name, parameter in parameters.items():
-        if parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > ours:
+        later = (parameter._post_accumulate_grad_hooks or {}).values()
+        if not ours and any(getattr(hook, "__module__", "") == __name__ for hook in later):
+            raise CaptureError(
+                f"the model is still under another plan, which collects the gradient of {name!r}: close() the trainer that was made of it "
+                "before, or leave its 'with'"
+            )
+        if parameter._backward_hooks or len(later) > ours:
             raise CaptureError(
                 f"{name!r} has a hook on its gradient, which would see the gradients of parts of the batch in place of the whole. Remove "
                 "it: gradients are clipped by clip_grad_norm, and what shall not be trained can be a buffer, or be masked in forward"
