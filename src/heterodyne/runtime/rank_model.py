@@ -53,6 +53,7 @@ class RankModel:
 
     Args:
         parameters, buffers: those that this rank holds, by name; statistics: the buffers that the forward changes.
+        cut: any rank runs pieces of the graph, which go the same way in each step.
         sharded: where plans shard parameters; None: each is whole on this rank, or not there at all.
         scale: of the loss, where any rank computes in fp16.
     """
@@ -65,6 +66,7 @@ class RankModel:
         *,
         optimizer: OptimizerSection | OptimizerFactory,
         recorder: Recorder,
+        cut: bool,
         host_activation_bytes: int = 0,
         whole_weights: bool = False,
         stored: Stored | None = None,
@@ -118,7 +120,7 @@ class RankModel:
             {name: self.ownership.box(rank, name) for name in self.parameters},
             ranges,
             weights=self.masters if plan.zero > 1 else None,
-            same_way=graph.opaque is None,
+            same_way=cut,
         )
         self._closing.callback(self.gradients.close)
         self.state = WorkerState(

@@ -142,6 +142,7 @@ class Worker:
             assignment,
             optimizer=optimizer,
             recorder=self.recorder,
+            cut=cut,
             host_activation_bytes=host_activation_bytes,
             whole_weights=whole_weights,
             stored=stored,

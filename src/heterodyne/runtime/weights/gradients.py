@@ -46,7 +46,8 @@ class GradientBuckets:
         boxes: of the parameters of which this rank has a box.
         ranges: by number of a bucket whose state is sharded, the range of each rank of its process group.
         weights: what this rank updates, where gradients are sharded too: takes those of its own ranges; None: they are not.
-        same_way: every forward goes the same way, so that which parameters get no gradient at all is asked once; else in each step.
+        same_way: every forward goes the same way, so which parameters get no gradient at all is found out once; else whenever `differs`
+            is true on any rank, which the caller tells by `wait`.
 
     A parameter that got no gradient in a step counts as zero, and is launched as such after the backward. One that no rank
     has a gradient for, or that is frozen when a step begins, keeps ``grad=None``, as on one device, so that the optimizer leaves it alone.
@@ -71,7 +72,7 @@ class GradientBuckets:
         self._weights = weights
         self._reducing: deque[FlatBucket] = deque()
         self._gathering: deque[tuple[FlatBucket, Work]] = deque()
-        self._same_way = same_way
+        self.same_way = same_way
         self._recorder = recorder
         self._completed = completed
         self._buckets = self._allocate(buckets, parameters)
@@ -80,6 +81,7 @@ class GradientBuckets:
         for entry in self._entries:
             self._entries_of.setdefault(id(entry.parameter), []).append(entry)
         self._unused: frozenset[str] | None = None
+        self._filled: list[bool] | None = None  # of each entry, when the unused ones were last looked for
         self._frozen: frozenset[str] = frozenset()
         self._armed: frozenset[str] = frozenset()
         self._next = 0
@@ -87,11 +89,10 @@ class GradientBuckets:
 
     def begin(self) -> None:
         """Start a step: every gradient is None, nothing is launched."""
-        if not self._same_way:
-            self._unused = None
         require_no_hooks({of[0].name: of[0].parameter for of in self._entries_of.values()}, ours=1)
         self._frozen = frozenset(entry.name for entry in self._entries if not entry.parameter.requires_grad)
-        untouched = self._untouched
+        # Where forwards may go other ways, the gradient of any parameter may come: its bucket does not leave without it.
+        untouched = self._untouched if self.same_way else self._frozen
         if self._weights is not None:
             self._weights.own_gradients.clear()
         for entry in self._entries:
@@ -128,14 +129,23 @@ class GradientBuckets:
         while self._next < len(self._buckets) and self._buckets[self._next].number <= number:
             self._launch_next()
 
-    def wait(self) -> None:
-        """Wait for every launched bucket. Then ``p.grad`` is the sum over the ranks, or None where no rank has a gradient."""
+    @property
+    def differs(self) -> bool:
+        """Whether this rank has gradients of other parameters than when the unused ones were last looked for."""
+        return not self.same_way and self._filled != [entry.filled for entry in self._entries]
+
+    def wait(self, *, differs: bool = False) -> None:
+        """Wait for every launched bucket. Then ``p.grad`` is the sum over the ranks, or None where no rank has a gradient.
+
+        ``differs``: it does so on any rank, and all ranks are here for the first time in this step.
+        """
         for bucket in self._buckets:
             self._finish(bucket)
         self._reducing.clear()
         shared = [bucket for bucket in self._buckets if bucket.process_group is not None]
-        if self._unused is None and all(bucket.pending is not None for bucket in shared):
-            self._unused = self._find_untouched() - self._frozen
+        if differs or (self.same_way and self._unused is None and all(b.pending is not None for b in shared)):
+            self._unused = self._find_untouched() - (self._frozen if self.same_way else frozenset())
+            self._filled = [entry.filled for entry in self._entries]
         untouched = self._untouched
         for entry in self._entries:
             if entry.name in untouched:
@@ -293,7 +303,7 @@ class GradientBuckets:
         if entry.view is not None and not entry.staged and parameter.grad is not entry.view:
             entry.view.copy_(parameter.grad)
             parameter.grad = entry.view
-        if self._unused and entry.name in self._unused:
+        if self.same_way and self._unused and entry.name in self._unused:
             raise CaptureError(
                 f"{entry.name!r} got a gradient, which it had not in the first step: the model goes another way from step to step, "
                 "by chance, by a counter or by a choice in Python. Let it do the same in each step"
