@@ -60,7 +60,7 @@ def loop(model: nn.Module, prepare: Any, backward: Any, clip: Any) -> tuple[list
         [{"params": matrices, "weight_decay": 0.2}, {"params": others}], lr=0.02, eps=1e-3
     )
     scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
-    trained, optimizer, loader, scheduler = prepare(model, optimizer, batches(), scheduler)
+    trained, optimizer, loader, scheduler = prepare(model, optimizer, (batch for batch in batches()), scheduler)
     losses, norms = [], []
     trained.train()
     for batch in loader:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from heterodyne.api import Distributed, distribute
 from heterodyne.api.session import LONGEST_PHASE_S
 from heterodyne.errors import HeterodyneError
+from heterodyne.integrations.first_batch import first_batch
 from heterodyne.integrations.remade_optimizer import follow, remade
 from heterodyne.runtime.weights.parameter_groups import options_of
 
@@ -104,19 +105,21 @@ class Accelerator:
         self.distributed: Distributed | None = None
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, loader: Iterable[Any], *others: Any) -> tuple[Any, ...]:
-        """The model under its plan, and the rest as it is.
+        """Return the model under its plan, and the rest as it is.
 
-        Each batch of the loader is a global one, the same on every rank (Accelerate's ``split_batches=True``). The optimizer keeps rates
-        and options, for schedulers; its state is kept by ``save_state``.
+        Each batch of the loader is a global one, the same on every rank (Accelerate's ``split_batches=True``). The first is looked at, and
+        still comes first in the loop; see `first_batch`. The optimizer keeps rates and options, for schedulers; its state is kept by
+        ``save_state``.
 
         Raises HeterodyneError for an optimizer that cannot be made of a part of the parameters.
         """
         if self.distributed is not None:
             raise HeterodyneError("prepare was called before: one accelerator trains one model")
         self._optimizer = optimizer
+        batch, loader = first_batch(loader)
         self.distributed = distribute(
             model,
-            next(iter(loader)),
+            batch,
             **{
                 "optimizer": remade(optimizer, model),
                 "precision": self._precision,
