@@ -60,7 +60,7 @@ def loop(model: nn.Module, prepare: Any, backward: Any, clip: Any) -> tuple[list
         [{"params": matrices, "weight_decay": 0.2}, {"params": others}], lr=0.02, eps=1e-3
     )
     scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
-    trained, optimizer, loader, scheduler = prepare(model, optimizer, batches(), scheduler)
+    trained, optimizer, loader, scheduler = prepare(model, optimizer, (batch for batch in batches()), scheduler)
     losses, norms = [], []
     trained.train()
     for batch in loader:
@@ -69,7 +69,7 @@ def loop(model: nn.Module, prepare: Any, backward: Any, clip: Any) -> tuple[list
         norms.append(float(clip(trained.parameters(), CLIP)))
         optimizer.step()
         scheduler.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=len(losses) % 2 == 0)
         losses.append(loss.item())
     return losses, norms
 
@@ -107,6 +107,7 @@ def on_ranks(world: World, found: ModelGraph, plan: Plan, folder: str) -> dict[s
     assert accelerator.load_state(folder) == {"scheduler": kept[3].state_dict()}
     refused = _what_is_refused(accelerator, kept[1], folder)
     accelerator.end_training()
+    assert all(p.grad is None for p in model.parameters())
     weights = {n: w.detach().clone() for n, w in model.state_dict().items()}
     return {"losses": losses, "norms": norms, "weights": weights, "refused": refused}
 
@@ -125,6 +126,16 @@ def _what_is_refused(accelerator: Accelerator, optimizer: torch.optim.Optimizer,
         accelerator.backward(Promise(batches()[1]))
     except HeterodyneError as error:
         refused.append(str(error))
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    for read in (
+        lambda: nn.utils.clip_grad_value_(weights, 1.0),
+        lambda: sum(p.grad.norm() for p in weights if p.grad is not None),
+        lambda: accelerator.clip_grad_value_(weights, 1.0),
+    ):
+        try:
+            read()
+        except HeterodyneError as error:
+            refused.append(str(error))
     optimizer.param_groups[0]["lr"] *= 2
     try:
         optimizer.step()
@@ -145,7 +156,10 @@ def test_a_loop_of_accelerate_is_that_of_one_device(pool: Pool, tmp_path: Path, 
     )
     for rank, found in enumerate(pool.run(3, on_ranks, graph(), plans()[name], str(tmp_path))):
         assert found["losses"] == pytest.approx(losses, rel=1e-5)
-        twice, late = found["refused"]
+        twice, clamped, read, by_value, late = found["refused"]
+        assert "calls clamp_ on a gradient after accelerator.backward(loss)" in clamped
+        assert "calls norm on a gradient" in read
+        assert "clips gradients by value, at 1, after accelerator.backward(loss)" in by_value
         assert "gradients of several batches are not accumulated" in twice
         assert "change them before backward" in late
         torch.testing.assert_close(found["weights"], dict(model.state_dict()), rtol=1e-5, atol=1e-6)

@@ -222,6 +222,10 @@ def worker_for(world: World, kind: str, module: nn.Module, captured: Captured) -
     )
 
 
+def stepping(worker: Worker) -> Call:
+    return lambda batch: worker.step(batch).loss
+
+
 def ours(world: World, kind: str, names: list[str]) -> dict[str, Run | str]:
     captured = trace(module_of(Criterion())[0], batch_of(0))
     found: dict[str, Run | str] = {}
@@ -230,7 +234,7 @@ def ours(world: World, kind: str, names: list[str]) -> dict[str, Run | str]:
         module, model = module_of(loss)
         worker = worker_for(world, kind, module, captured)
         try:
-            losses, validation = lived(lambda batch: worker.step(batch).loss, worker.evaluate, model, loss, LIVES[name])
+            losses, validation = lived(stepping(worker), worker.evaluate, model, loss, LIVES[name])
             weights = {n: tensor.clone() for n, tensor in worker.tensors().items()}
             found[name] = Run(losses, validation, weights)
         except HeterodyneError as error:

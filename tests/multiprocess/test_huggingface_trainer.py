@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from heterodyne.api.loop.batches import batch_format
 from heterodyne.api.loop.model_with_loss import with_loss
@@ -154,12 +155,16 @@ def on_ranks(
 
 
 @functools.cache
-def graph(smoothing: float = 0.0) -> ModelGraph:
+def graph(smoothing: float = 0.0, even: bool = False) -> ModelGraph:
     """Of the batch that the Trainer begins with: the plans below are made for it."""
     options = options_of("unused", save_strategy="no", label_smoothing_factor=smoothing)
     args = HeterodyneArguments(global_batch_size=GLOBAL, **options)
     trainer = HeterodyneTrainer(
-        model_of(), args, data_collator=collated, train_dataset=data(), eval_dataset=data(11, 2)
+        model_of(),
+        args,
+        data_collator=collated,
+        train_dataset=even_rows() if even else data(),
+        eval_dataset=data(11, 2),
     )
     batch = trainer._batch(next(iter(trainer.get_train_dataloader())))
     loss, module = trainer._loss(), trainer.model.train()
@@ -242,6 +247,89 @@ def test_under_a_pipeline_the_best_model_is_back_at_the_end(pool: Pool, tmp_path
     options = options_of(str(tmp_path / "ranks"), **{**more, "per_device_eval_batch_size": 6})
     for found in pool.run(2, on_ranks, graph(0.1), pipeline_plan(graph(0.1)), options, timeout_s=200):
         require_equal(found, expected)
+
+
+class OnePass(IterableDataset[dict[str, list[int]]]):
+    """A stream that is there once."""
+
+    def __init__(self, rows: Sequence[dict[str, list[int]]]) -> None:
+        self.rows = iter(rows)
+
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return self.rows
+
+
+class LossOfEach:
+    """Adds up over the batches of an evaluation, and tells at its last."""
+
+    def __init__(self) -> None:
+        self.labels = 0
+
+    def __call__(self, predictions: Any, compute_result: bool) -> dict[str, float]:
+        self.labels += int((predictions.label_ids != -100).sum())
+        found = {"labels": float(self.labels)}
+        self.labels *= not compute_result
+        return found
+
+
+def even_rows() -> list[dict[str, list[int]]]:
+    return [{"input_ids": row["input_ids"] + [3] * (16 - len(row["input_ids"]))} for row in data()]
+
+
+def evaluated_and_streamed(trainer_class: Any, args: Any, **more: Any) -> list[dict[str, float]]:
+    """Evaluates before it trains on a stream, with metrics batch by batch; then a second trainer of the same model trains on."""
+    model, history = model_of(), []
+    rows = even_rows()
+    for _ in range(2):
+        trainer = trainer_class(
+            model=model,
+            args=args,
+            data_collator=collated,
+            train_dataset=OnePass(rows[: 4 * GLOBAL]),
+            eval_dataset=rows[:11],
+            compute_metrics=LossOfEach(),
+            **more,
+        )
+        history.append({"step": 0, **trainer.evaluate()})
+        trainer.train()
+        history += [entry for entry in trainer.state.log_history if "loss" in entry or "eval_loss" in entry]
+    if isinstance(trainer, HeterodyneTrainer):
+        trainer.end()
+    return history
+
+
+def evaluated_on_ranks(world: World, found: ModelGraph, plan: Plan, options: dict[str, Any]) -> list[dict[str, float]]:
+    with launched(world):
+        session = session_of(world)
+        known = profile(found, session.cluster, [linear(1e-3)] * world.world_size, reduce=lambda _: 1e-6)
+        args = HeterodyneArguments(**options)
+        given = {"plan": plan, "session": session, "profile": known}
+        return evaluated_and_streamed(HeterodyneTrainer, args, distribution=given)
+
+
+def test_a_look_at_the_data_takes_nothing_from_a_stream_nor_from_an_evaluation(pool: Pool, tmp_path: Path) -> None:
+    """The batch is that of two ranks that accumulate twice, as Accelerate is told."""
+    accumulate = {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}}
+    more = {"max_steps": 4, "eval_strategy": "no", "save_strategy": "no", "batch_eval_metrics": True}
+    sizes = {"per_device_train_batch_size": GLOBAL // 2, "per_device_eval_batch_size": 4}
+    options = options_of(str(tmp_path), **more, **sizes)
+    expected = evaluated_and_streamed(Trainer, TrainingArguments(**options, gradient_accumulation_steps=2))
+    assert [entry["step"] for entry in expected] == [0, 1, 2, 3, 4] * 2
+    options |= {"per_device_train_batch_size": GLOBAL // 4, "per_device_eval_batch_size": 2, **accumulate}
+    found = graph(even=True)
+    plan = plan_of(found, cluster_of(2), ((5,), (3,)))
+    for history in pool.run(2, evaluated_on_ranks, found, plan, options, timeout_s=120):
+        assert len(history) == len(expected)
+        for entry, of in zip(history, expected, strict=True):
+            for name in of.keys() & {"step", "loss", "grad_norm", "eval_loss", "eval_labels"}:
+                assert entry[name] == pytest.approx(of[name], rel=1e-5), (name, of)
+
+
+def test_accumulation_is_said_once() -> None:
+    twice = {"gradient_accumulation_kwargs": {"num_steps": 2}}
+    args = HeterodyneArguments("unused", use_cpu=True, gradient_accumulation_steps=2, accelerator_config=twice)
+    with pytest.raises(HeterodyneError, match="say it once, by gradient_accumulation_steps"):
+        HeterodyneTrainer(model_of(), args)
 
 
 def test_an_empty_dataset_is_told_before_anything_is_planned(tmp_path: Path) -> None:

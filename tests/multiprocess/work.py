@@ -199,6 +199,7 @@ def staged_worker(
     watch: Watch | None = None,
     capture: Captured | None = None,
     zero: int = 0,
+    programs: Any = None,
     **more: Any,
 ) -> Worker:
     cluster = cluster_of(world.world_size, world.devices)
@@ -221,7 +222,7 @@ def staged_worker(
         recorder=recorder,
         watch=watch,
         compile_stages=compile_stages,
-        stage_programs=StageCutter(capture or capture_of(case.graph.name), case.module),
+        stage_programs=programs or StageCutter(capture or capture_of(case.graph.name), case.module),
         again=again_of(capture or capture_of(case.graph.name), case.module),
         **more,
     )

@@ -141,7 +141,7 @@ def test_a_gradient_that_comes_after_its_bucket_left_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_a_parameter_that_is_used_in_some_steps_only_is_an_error(alone: bool) -> None:
+def test_a_parameter_that_is_used_in_some_steps_only_is_an_error_where_all_go_the_same_way(alone: bool) -> None:
     """Its gradient would be thrown away, as that of one which the loss never reaches."""
     model = Chain()
     gradients = gradients_of(model, ORDER, None if alone else Doubling([]))

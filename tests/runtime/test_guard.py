@@ -234,6 +234,25 @@ def test_batchnorm_is_fed_parts_with_the_same_statistics() -> None:
     assert finding.losses[0] == pytest.approx(2 * finding.losses[1], rel=1e-5)
 
 
+class Twins(nn.Module):
+    """Both halves of a pair go through one BatchNorm, so a cut between the two calls would part its statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        one, other = (self.head(self.norm(self.body(half))) for half in (x, x * 2 + 1))
+        return (F.cosine_similarity(one, other) - y).pow(2).mean()
+
+
+def test_a_cut_that_is_refused_leaves_the_model_as_it_was_for_the_next() -> None:
+    batch, module = batch_of(), Twins()
+    found = trace(module, batch)
+    assert_agrees(found, module, batch)
+    assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
+
+
 def test_dropout_and_ignored_labels_agree_in_parts_and_cut() -> None:
     assert_agrees(masked(), Masked(), masked_batch())
 

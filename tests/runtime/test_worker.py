@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from heterodyne.errors import DataError, PlanError, WorkerError
+from heterodyne.errors import CaptureError, DataError, PlanError, WorkerError
 from heterodyne.job import OptimizerSection
+from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.slices import as_source
 from heterodyne.runtime.weights.optimizer import learning_rate
 from heterodyne.runtime.worker import Worker
 from multiprocess.models import Case, build, captured
-from multiprocess.pool import World
-from multiprocess.work import worker_of
+from multiprocess.pool import Pool, World
+from multiprocess.work import PipelineOf, StageOf, staged_worker, worker_of
 
 ALONE = World(rank=0, world_size=1)
 SECTION = OptimizerSection(lr=1e-2, warmup_steps=2)
@@ -173,3 +174,47 @@ def test_closing_leaves_the_model_as_plain_as_it_was() -> None:
     worker.step(case.batch)
     worker.close()
     assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in case.module.parameters())
+
+
+def refusing(*_: object) -> object:
+    raise PlanError("no cut here")
+
+
+def refused(world: World) -> tuple[str, bool, float]:
+    """What a rank is told of a plan whose second stage cannot be made, whether its model is as it was, and its next loss."""
+    case = build(captured("gpt"), 4)
+    cut = len(case.graph.ops) // 2
+    stages = (StageOf(cut, (0,), (1,)), StageOf(len(case.graph.ops), (1,), (1,)))
+    with Communicator(rank=world.rank, world_size=2, device=torch.device("cpu")) as communicator:
+        programs = refusing if world.rank == 1 else None
+        with pytest.raises(PlanError) as told:
+            staged_worker(
+                world, case, [PipelineOf((2, 2), stages)], "1F1B", communicator=communicator, programs=programs
+            )
+    plain = not any(p._post_accumulate_grad_hooks or p.is_meta for p in case.module.parameters())
+    other = build(captured("gpt"), 4)
+    worker = worker_of(world, other, ((2,), (2,)))
+    loss = worker.step(other.batch).loss
+    worker.close()
+    return str(told.value), plain, loss
+
+
+def test_what_one_rank_refuses_all_do_and_the_model_is_as_it_was(pool: Pool) -> None:
+    case = build(captured("gpt"), 4)
+    expected = case.module(**case.batch)
+    expected = (expected if isinstance(expected, torch.Tensor) else expected.loss).item()
+    for told, plain, loss in pool.run(2, refused):
+        assert "no cut here" in told
+        assert plain
+        assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_optimizer_that_cannot_be_made_leaves_no_hooks_and_a_second_plan_is_told_of_the_first() -> None:
+    case = build(captured("gpt"), 4)
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        worker_of(ALONE, case, ((4,),), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=-1.0))
+    worker = worker_of(ALONE, case, ((4,),))
+    with pytest.raises(CaptureError, match=r"still under another plan.* close\(\) the trainer"):
+        worker_of(ALONE, case, ((4,),))
+    worker.close()
+    worker_of(ALONE, case, ((4,),)).close()

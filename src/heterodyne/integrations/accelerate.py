@@ -3,12 +3,13 @@
     from heterodyne.integrations.accelerate import Accelerator
 
 In train mode the model returns a promise of its loss, and ``backward`` runs the whole step on the batch: with unequal shares the loss
-of the global batch is known only then. ``optimizer.step()`` finds no gradients and does nothing. Accelerate itself is not needed.
+of the global batch is known only then. ``optimizer.step()`` finds no gradients and does nothing, and a loop that reads a gradient is told
+so. Accelerate itself is not needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn, Self, cast
@@ -20,7 +21,9 @@ from torch.optim import Optimizer
 from heterodyne.api import Distributed, distribute
 from heterodyne.api.session import LONGEST_PHASE_S
 from heterodyne.errors import HeterodyneError
+from heterodyne.integrations.first_batch import first_batch
 from heterodyne.integrations.remade_optimizer import follow, remade
+from heterodyne.integrations.spent_gradients import mark_spent, take_away_spent
 from heterodyne.runtime.weights.parameter_groups import options_of
 
 __all__ = ["Accelerator", "PreparedModel", "Promise"]
@@ -104,19 +107,21 @@ class Accelerator:
         self.distributed: Distributed | None = None
 
     def prepare(self, model: nn.Module, optimizer: Optimizer, loader: Iterable[Any], *others: Any) -> tuple[Any, ...]:
-        """The model under its plan, and the rest as it is.
+        """Return the model under its plan, and the rest as it is.
 
-        Each batch of the loader is a global one, the same on every rank (Accelerate's ``split_batches=True``). The optimizer keeps rates
-        and options, for schedulers; its state is kept by ``save_state``.
+        Each batch of the loader is a global one, the same on every rank (Accelerate's ``split_batches=True``). The first is looked at, and
+        still comes first in the loop; see `first_batch`. The optimizer keeps rates and options, for schedulers; its state is kept by
+        ``save_state``.
 
         Raises HeterodyneError for an optimizer that cannot be made of a part of the parameters.
         """
         if self.distributed is not None:
             raise HeterodyneError("prepare was called before: one accelerator trains one model")
         self._optimizer = optimizer
+        batch, loader = first_batch(loader)
         self.distributed = distribute(
             model,
-            next(iter(loader)),
+            batch,
             **{
                 "optimizer": remade(optimizer, model),
                 "precision": self._precision,
@@ -128,11 +133,15 @@ class Accelerator:
             self._take_options()
         if hasattr(optimizer, "register_step_pre_hook"):
             optimizer.register_step_pre_hook(self._on_step)
+            optimizer.register_step_post_hook(
+                lambda *_: mark_spent(self._trained())
+            )  # until zero_grad, as gradients would be there
         return PreparedModel(self.distributed), optimizer, loader, *others
 
     def _on_step(self, script: Optimizer, *_: object) -> None:
         """Raises HeterodyneError if rates or options have been changed since the update, which they were meant for."""
         self._waits = False
+        take_away_spent(self._trained())
         if self._followed and list(map(options_of, script.param_groups)) != self._followed:
             raise HeterodyneError(
                 "rates or options of the optimizer were changed between accelerator.backward(loss), which runs the whole step, and "
@@ -166,12 +175,21 @@ class Accelerator:
         result = distributed.step(loss.batch)
         loss.value, self._norm = result.loss, result.grad_norm
         distributed.module.zero_grad()
+        if self._waits:
+            mark_spent(self._trained())
 
     def clip_grad_norm_(self, parameters: object, max_norm: float) -> float | None:
         """The norm before the step's clipping. Raises HeterodyneError if the accelerator was not told of it."""
         if max_norm != self._clip:
             raise HeterodyneError(f"the step has clipped at {self._clip}: write Accelerator(clip_grad_norm={max_norm})")
         return self._norm
+
+    def clip_grad_value_(self, parameters: object, clip_value: float) -> NoReturn:
+        """Raise HeterodyneError: the update is made already."""
+        raise HeterodyneError(
+            f"the loop clips gradients by value, at {clip_value:g}, after accelerator.backward(loss), which has made the update already. "
+            "Clip by norm, Accelerator(clip_grad_norm=...), or clamp them in step() of an optimizer of your own"
+        )
 
     def gather_for_metrics(self, values: Any) -> Any:
         """As they are: outputs in eval mode are those of the whole batch on every rank."""
@@ -210,7 +228,14 @@ class Accelerator:
 
     def end_training(self) -> None:
         """The weights are back in the model. Collective."""
+        take_away_spent(self._trained())
         self._prepared().close()
+
+    def _trained(self) -> Iterator[Tensor]:
+        """The parameters that a loop can read gradients of; under a plan that cuts the model those of the optimizer are others."""
+        yield from self._prepared().module.parameters()
+        for group in cast(Optimizer, self._optimizer).param_groups:
+            yield from group["params"]
 
     def _prepared(self) -> Distributed:
         if self.distributed is None:

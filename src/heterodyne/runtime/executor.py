@@ -130,6 +130,9 @@ class Executor:
         self._sharded = sharded
         self._scale = scale
         self._scaled = False
+        self._sums: tuple[Tensor, Work] | None = (
+            None  # what all ranks send each other, until it is known whose gradients differ
+        )
         self._recorder = recorder
         self._watch = watch
         # An idle rank has no gradients to look at, so those that have some say so.
@@ -156,12 +159,13 @@ class Executor:
         for action in self._actions[: self._last_pass + 1]:
             self._do(action, step)
         loss, sent = self._send_loss(step)
+        self._sums = None if self._gradients.same_way else (loss, sent)
         known: list[float] = []
         for action in self._actions[self._last_pass + 1 :]:
             if action.kind == "STEP" and update:
                 self._wait_for_gradients()
                 sent.wait()
-                known.append(known_loss(loss))
+                known.append(known_loss(loss[:2]))
                 step.skipped = not _finite(known[0], step.grad_norm) or not step.agreed()
             if action.kind not in _UPDATE or (update and not step.skipped):
                 self._do(action, step)
@@ -177,7 +181,7 @@ class Executor:
             told()
         self._turn(BETWEEN_STEPS)
         self._recorder.end(step.number)
-        return known[0] if known else known_loss(loss)
+        return known[0] if known else known_loss(loss[:2])
 
     def _tell(self, step: Step) -> Callable[[], None]:
         """Let idle ranks know whether the step was skipped; to be called when the step ends."""
@@ -272,7 +276,12 @@ class Executor:
     def _wait_for_gradients(self) -> None:
         if self._watch is not None:
             self._watch.waiting("REDUCE_GRAD")
-        self._gradients.wait()
+        differs = False
+        if self._sums is not None:
+            (sums, sent), self._sums = self._sums, None
+            sent.wait()
+            differs = bool(sums[2])
+        self._gradients.wait(differs=differs)
         if self._scaled and self._scale is not None:
             self._scaled = False
             self._scale.unscale(self._weights.gradients().values())
@@ -282,11 +291,11 @@ class Executor:
             self._watch.progress(state)
 
     def _send_loss(self, step: Step) -> tuple[Tensor, Work]:
-        """Start the sum of the weighted losses of all ranks, float64 on the host."""
+        """Start to add up over all ranks, float64 on the host: see `weighted_sum`, and how many have gradients of other parameters."""
         self._turn("reading the losses")
         values = torch.stack(list(step.losses.values())).tolist() if step.losses else []  # as wide as Python's numbers
         weights = [step.weights.of(index) for index in step.losses]
-        loss = torch.tensor(weighted_sum(weights, values), dtype=torch.float64)
+        loss = torch.tensor([*weighted_sum(weights, values), self._gradients.differs], dtype=torch.float64)
         return loss, self._control.all_reduce(loss)
 
     def _update(self, learning_rate: float | None) -> None:

@@ -19,6 +19,7 @@ from heterodyne.runtime.assignment import Assignment
 from heterodyne.runtime.executor import Step
 from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.records.recorder import Recorder
+from heterodyne.runtime.refused_construction import undone_if_refused
 from heterodyne.runtime.stages.stage_builder import (
     bucket_channels,
     completed_gradients,
@@ -52,10 +53,12 @@ class RankModel:
 
     Args:
         parameters, buffers: those that this rank holds, by name.
+        cut: any rank runs pieces of the graph, which go the same way in each step.
         sharded: where plans shard parameters; None: each is whole on this rank, or not there at all.
         scale: of the loss, where any rank computes in fp16.
     """
 
+    @undone_if_refused
     def __init__(
         self,
         module: nn.Module,
@@ -63,6 +66,7 @@ class RankModel:
         *,
         optimizer: OptimizerSection | OptimizerFactory,
         recorder: Recorder,
+        cut: bool,
         host_activation_bytes: int = 0,
         whole_weights: bool = False,
         stored: Stored | None = None,
@@ -100,6 +104,7 @@ class RankModel:
         self.parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
         self._trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         self.masters = self._masters(plan, slices, optimizer, host_activation_bytes)
+        self._closing.callback(self.masters.close)
         self._watch = WeightWatch(
             {n: p for n, p in self.parameters.items() if self.ownership.box(rank, n)}, self.masters.copies
         )
@@ -114,8 +119,9 @@ class RankModel:
             {name: self.ownership.box(rank, name) for name in self.parameters},
             ranges,
             weights=self.masters if plan.zero > 1 else None,
-            same_way=graph.opaque is None,
+            same_way=cut,
         )
+        self._closing.callback(self.gradients.close)
         self.state = WorkerState(
             module,
             self.optimizer,
@@ -181,7 +187,7 @@ class RankModel:
         return {n: b for n, b in self.buffers.items() if graph.batch_statistics and not b.is_meta}
 
     def adopt(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take over buffers that the script has put in the place of others. Return what this rank holds of them, meta tensors for nothing."""
+        """Take over buffers that the script has put in the place of others. Return what this rank holds of them."""
         rank = self._communicator.rank
         for name, buffer in buffers.items():
             if self.buffers.get(name) is not buffer:
@@ -236,8 +242,7 @@ class RankModel:
 
     def close(self) -> None:
         """Take the hooks off the model."""
-        self.gradients.close()
-        self.masters.close()
+        self._closing.close()
 
 
 def _loss_scale(placement: Placement, graph: ModelGraph, program: Program) -> LossScale | None:

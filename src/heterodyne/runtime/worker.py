@@ -34,6 +34,7 @@ from heterodyne.runtime.rank_model import RankModel
 from heterodyne.runtime.recapture.variants import Again, Capture, Variant, Variants
 from heterodyne.runtime.recapture.variants import Step as StepOfVariant
 from heterodyne.runtime.records.recorder import Recorder
+from heterodyne.runtime.refused_construction import undone_if_refused
 from heterodyne.runtime.same_batch import is_looked_at
 from heterodyne.runtime.same_ranks import require_together
 from heterodyne.runtime.slices import GlobalBatchLike
@@ -81,9 +82,10 @@ class Worker:
         say: takes lines for people.
 
     Raises PlanError if model, program and cluster do not go together, or a host lacks memory for what is kept there; WorkerError if
-    ranks have built different models.
+    ranks have built different models. The model then has no hooks of this library; a plan that cannot cut it leaves it as it was.
     """
 
+    @undone_if_refused
     def __init__(
         self,
         module: nn.Module,
@@ -119,35 +121,26 @@ class Worker:
         self.steps_done = 0
         self.recorder = recorder or Recorder(rank=self.rank, device=communicator.device, on=False)
         self._communicator = communicator = communicator.branch()
+        self._closing.callback(communicator.close)
         assignment = Assignment(graph=graph, plan=plan, program=program, cluster=cluster, communicator=communicator)
         self.placement = assignment.placement
-        self._model = held = RankModel(
-            module,
-            assignment,
-            optimizer=optimizer,
-            recorder=self.recorder,
-            host_activation_bytes=host_activation_bytes,
-            whole_weights=whole_weights,
-            stored=stored,
-            weights=weights,
-        )
         section = optimizer if isinstance(optimizer, OptimizerSection) else None
         channels = Channels(communicator)
 
-        def make(capture: Capture, to_do: Assignment) -> Variant:
-            stages = StageBuilder(
+        def stages_of(capture: Capture, to_do: Assignment) -> StageBuilder:
+            return StageBuilder(
                 module,
                 to_do,
                 channels,
                 programs=capture.programs,
-                home=held.gradients,
+                home=lambda: held.gradients,
                 seed=seed,
                 compiled=compiled,
                 compile_stages=compile_stages,
                 say=say,
             )
-            # All ranks alike: where one runs the module, it is beside others that run its graph.
-            cut = any(communicator.all_gather_object(stages.cut))
+
+        def variant_of(capture: Capture, to_do: Assignment, stages: StageBuilder, *, cut: bool) -> Variant:
             later = LaterBatches(
                 module,
                 capture.graph,
@@ -171,19 +164,42 @@ class Worker:
             whole = not cut and held.sharded is None
             return Variant(capture=capture, assignment=to_do, batches=batches, later=later if whole else None)
 
+        def make(capture: Capture, to_do: Assignment) -> Variant:
+            stages = stages_of(capture, to_do)
+            return variant_of(capture, to_do, stages, cut=is_cut(stages))
+
+        def is_cut(stages: StageBuilder) -> bool:
+            # All ranks alike: where one runs the module, it is beside others that run its graph.
+            return any(communicator.agreement.gather_or_raise(stages.cut_out))
+
+        first = Capture(graph=graph, loss_count=loss_count, programs=stage_programs)
+        stages = stages_of(first, assignment)
+        cut = is_cut(stages)
+        self._model = held = RankModel(
+            module,
+            assignment,
+            optimizer=optimizer,
+            recorder=self.recorder,
+            cut=cut,
+            host_activation_bytes=host_activation_bytes,
+            whole_weights=whole_weights,
+            stored=stored,
+            weights=weights,
+        )
+        self._closing.callback(held.close)
+        stages.parts()
+        self.runs_compiled = stages.runs_compiled
+        """Whether all that this rank runs of the model is compiled code."""
         self._variants = Variants(
             module,
-            Capture(graph=graph, loss_count=loss_count, programs=stage_programs),
-            assignment,
+            variant_of(first, assignment, stages, cut=cut),
             make=make,
             again=again,
             adopt=held.adopt,
+            switched=held.gradients.forget_unused,
             watch=watch,
             say=say,
         )
-        self._variants.first.batches.prepare()
-        self.runs_compiled = self._variants.first.batches.runs_compiled
-        """Whether all that this rank runs of the model is compiled code."""
         self._first = True  # no step has been done here
         self._before: dict[str, Tensor] = {}  # statistics as they were before the step under way
         self._settled = None if communicator.device.type == "cpu" else torch.Event(communicator.device)
@@ -387,8 +403,7 @@ class Worker:
 
     def close(self) -> None:
         """Take the hooks off the model, and leave the process groups that this worker made. The communicator stays open."""
-        self._model.close()
-        self._communicator.close()
+        self._closing.close()
 
     def not_finite(self) -> str | None:
         """The first of the trained weights and of the optimizer's state on this rank that is not finite; None if all are."""

@@ -8,6 +8,7 @@ from typing import Self
 
 from accelerate.utils import patch_environment
 from transformers import TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from heterodyne.errors import HeterodyneError
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
@@ -62,13 +63,29 @@ class HeterodyneArguments(TrainingArguments):
         Raises HeterodyneError if the batch size is impossible.
         """
         made = copy.copy(self)
+        made.accelerator_config = copy.deepcopy(self.accelerator_config)
+        ranks = 1 if made.accelerator_config.split_batches else self._ranks
         made.per_device_train_batch_size = self.global_batch_size or (
-            self.per_device_train_batch_size * self._ranks * self.gradient_accumulation_steps
+            self.per_device_train_batch_size * ranks * self._accumulated(made.accelerator_config)
         )
         if made.per_device_train_batch_size < 1:
             raise HeterodyneError(f"a global batch of {made.per_device_train_batch_size} samples: at least 1 is needed")
-        made.per_device_eval_batch_size = self.per_device_eval_batch_size * self._ranks
+        made.per_device_eval_batch_size = self.per_device_eval_batch_size * ranks
         made.gradient_accumulation_steps = 1
         made.mixed_precision = "no"  # the plan casts, not Accelerate
         made.activation_checkpointing = made.gradient_checkpointing = False  # the plan says what is computed again
         return made
+
+    def _accumulated(self, config: AcceleratorConfig) -> int:
+        """Return how many batches make a step, and take that out of what Accelerate is told.
+
+        Raises HeterodyneError if it is said in two ways.
+        """
+        options = config.gradient_accumulation_kwargs or {}
+        steps = options.pop("num_steps", None)
+        if steps is not None and self.gradient_accumulation_steps > 1:
+            raise HeterodyneError(
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}, and num_steps={steps} in accelerator_config's "
+                "gradient_accumulation_kwargs: say it once, by gradient_accumulation_steps"
+            )
+        return int(steps or self.gradient_accumulation_steps)

@@ -10,20 +10,24 @@ import atexit
 import inspect
 import shutil
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, has_length
 
 from heterodyne.api import Distributed, distribute
 from heterodyne.api.session import LONGEST_PHASE_S
 from heterodyne.errors import CheckpointError, DataError, HeterodyneError
+from heterodyne.integrations.first_batch import first_batch, resumed
 from heterodyne.integrations.huggingface.last_batch import completed, require_completable
 from heterodyne.integrations.huggingface.optimizer import SteppedByPlan, grouped
 from heterodyne.integrations.huggingface.refusals import (
@@ -52,6 +56,9 @@ class HeterodyneTrainer(Trainer):
 
     Raises HeterodyneError for what no plan can honour, with what to write instead.
     """
+
+    _of_model: ClassVar[WeakKeyDictionary[nn.Module, weakref.ref[HeterodyneTrainer]]] = WeakKeyDictionary()
+    """The trainer that has last brought a model under a plan; scripts make several of one model."""
 
     def __init__(
         self,
@@ -88,6 +95,10 @@ class HeterodyneTrainer(Trainer):
             )
         with self._leaving_on_error():
             return super().train(resume_from_checkpoint, *positional, **options)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        self.train_dataset = resumed(self.train_dataset)
+        return cast("DataLoader[Any]", super().get_train_dataloader())
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         distributed = self._opened()
@@ -189,16 +200,24 @@ class HeterodyneTrainer(Trainer):
             raise HeterodyneError("the trainer has ended, and its ranks have parted: make another one")
         if self._distributed is None:
             with unchanged_random_state():
-                batch = self._batch(
-                    next(iter(self.get_train_dataloader())) if self.train_dataset is not None else example or {}
-                )
+                if self.train_dataset is not None:
+                    example, _ = first_batch(self.get_train_dataloader())
+                batch = self._batch(example or {})
                 self._module.train()
+                self._end_of_others()
                 self._distributed = self._distribute(batch)
                 atexit.register(self._leave_with_the_script)
                 if self._has_smaller_batch():
                     labels = self.label_names
                     require_completable(self._distributed, self._module, batch, _size(batch), labels)
         return self._distributed
+
+    def _end_of_others(self) -> None:
+        """End an earlier trainer of the same model, which has it under its plan. Collective: every rank makes the same trainers."""
+        earlier = self._of_model.get(self._module, lambda: None)()
+        if earlier is not None:
+            earlier.end()
+        self._of_model[self._module] = weakref.ref(self)
 
     def _batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """With the number of items, by which the Trainer lets a loss divide its sum."""
@@ -262,8 +281,7 @@ class HeterodyneTrainer(Trainer):
     @property
     def _samples(self) -> int | None:
         """Of the training data; None for a stream."""
-        length = getattr(self.train_dataset, "__len__", None)
-        return None if length is None else int(length())
+        return len(self.train_dataset) if has_length(self.train_dataset) else None
 
     @contextmanager
     def _leaving_on_error(self) -> Iterator[None]:

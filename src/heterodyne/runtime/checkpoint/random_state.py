@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["random_state", "restore_random_state", "taken", "unchanged_random_state"]
+__all__ = ["advance_random_state", "random_state", "restore_random_state", "taken", "unchanged_random_state"]
 
 
 def random_state(generators: tuple[Any, ...] | None = None) -> dict[str, Any]:
@@ -55,6 +55,17 @@ def restore_random_state(state: dict[str, Any]) -> None:
     module = _accelerator()
     if module is not None and "accelerator" in state:
         module.set_rng_state(state["accelerator"])
+
+
+def advance_random_state(before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+    """Bring each generator of the host that is in its state ``before`` to that ``after``; both as `taken`."""
+    python, numpy, of_torch, _ = taken()
+    if python == before[0]:
+        random.setstate(after[0])
+    if all(map(np.array_equal, numpy, before[1])):
+        np.random.set_state(after[1])
+    if torch.equal(of_torch, before[2]):
+        torch.set_rng_state(after[2])
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from heterodyne.errors import WorkerError
+from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.comm.p2p import P2P, Lane
 from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.comm.shared_memory import neighbourhood
@@ -96,6 +97,11 @@ class Communicator:
         self.control = ProcessGroup(everyone, self._control_group, device=device, via_host=True)
         self._devices = self.all_gather_object(_DeviceOfRank.of(device))
         self._neighbourhoods = self.all_gather_object(neighbourhood())
+
+    @property
+    def agreement(self) -> Agreement:
+        """Of the ranks that control messages go to."""
+        return Agreement(group=self._control_group, rank=self.rank, size=self.world_size)
 
     def process_group(self, ranks: Sequence[int]) -> ProcessGroup | None:
         """A process group of those ranks; None if this rank is not one of them."""

@@ -101,10 +101,11 @@ class Variants:
 
     Args:
         module: the user's model, of which this rank holds a part.
-        first: of the state that it is in.
+        first: what runs in the state that it is in.
         make: what runs of a capture under a plan. Collective.
         again: captures the module as it is now; None: what changes is refused.
         adopt: takes over the buffers that the script has put in the place of others, and returns what this rank holds of them.
+        switched: is called when something else begins to run in training.
         watch: is informed of a capture, which takes long.
         say: takes a line for people.
     """
@@ -112,12 +113,12 @@ class Variants:
     def __init__(
         self,
         module: nn.Module,
-        first: Capture,
-        assignment: Assignment,
+        first: Variant,
         *,
         make: Callable[[Capture, Assignment], Variant],
         again: Again | None,
         adopt: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
+        switched: Callable[[], None],
         watch: Watch | None,
         say: Callable[[str], None],
     ) -> None:
@@ -125,10 +126,11 @@ class Variants:
         self._make = make
         self._again = again
         self._adopt = adopt
+        self._switched = switched
         self._watch = watch
         self._say = say
-        self._communicator = assignment.communicator
-        self.first = make(first, assignment)
+        self._communicator = first.assignment.communicator
+        self.first = first
         self._training = _Seen(ReadState(module), self.first)
         self._evaluating: _Seen | None = None
         self._start = self._training.read.state
@@ -145,7 +147,10 @@ class Variants:
         if not changed:
             self._in_a_row = 0
         elif agreed():
+            before_it = seen.variant
             self._follow(seen, before, modes=True)
+            if seen.variant is not before_it:
+                self._switched()
         return Step(variant=seen.variant, changed=changed, agreed=agreed)
 
     def evaluation(self) -> Variant:
@@ -254,21 +259,16 @@ class Variants:
         return capture, replace(first, graph=capture.graph, plan=plan)
 
     def _together(self, do: Callable[[], T], words: str) -> T:
-        """All ranks do it. Raises what one of them raises, on all of them."""
-        found: T | None = None
-        error: HeterodyneError | None = None
+        """All ranks do it. Raises PlanError, on all of them, for what one of them raises."""
+        found: list[T] = []
         try:
-            found = do()
-        except HeterodyneError as caught:
-            error = caught
-        of_all = self._communicator.all_gather_object(None if error is None else str(error))
-        told = next((each for each in of_all if each is not None), None)
-        if told is not None:
+            self._communicator.agreement.gather_or_raise(lambda: found.append(do()))
+        except HeterodyneError as error:
             raise PlanError(
-                f"{words}, and the step cannot be that of one device any more under this plan: {told}\nChange it before the model is "
-                "distributed, or take a plan in which each device runs the whole model (plan='data')"
+                f"{words}, and this plan cannot follow that: {error}\nChange it before the model is distributed, or take a plan in which "
+                "each device runs the whole model (plan='data')"
             ) from error
-        return found  # type: ignore[return-value]  # nothing was raised
+        return found[0]
 
 
 def _rebound(name: str, buffer: Tensor) -> _Rebound:

@@ -134,9 +134,10 @@ class Channels:
 
 class StageBuilder:
     """Makes the stages of one rank, once for each shape of the inputs (sequences may be longer in one batch than in another), of which
-    the latest are kept. ``say`` takes a line for people about many of them.
+    the latest are kept. ``say`` takes a line for people about many of them. ``home`` gives the gradients of the rank, once there are parts.
 
-    Making one is collective. Raises PlanError for a plan with stages or recompute where no ``programs`` are given.
+    Making one is collective. It leaves the module as it is, and so does `cut_out`: what they refuse has changed nothing. Raises PlanError
+    for a plan with stages or recompute where no ``programs`` are given.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class StageBuilder:
         channels: Channels,
         *,
         programs: StagePrograms | None,
-        home: MainGradBuffer,
+        home: Callable[[], MainGradBuffer],
         seed: int,
         compiled: Callable[..., object] | None = None,
         compile_stages: bool = False,
@@ -183,6 +184,7 @@ class StageBuilder:
         self._teams = _teams(plan, assignment.cluster, channels)
         self._made: Recent[Shapes, StageRuntime] = Recent(MOST_SHAPES)
         self._new_shapes = NewShapes(self._captured, MOST_SHAPES, say)
+        self._cut_out: dict[int, _Program] | None = None  # of the shapes of the capture, until `parts` binds them
         if self.cut and programs is None:
             raise PlanError(
                 "the plan cuts the model into stages, recomputes parts of it, or its loss has terms with denominators of their own, and "
@@ -240,12 +242,8 @@ class StageBuilder:
             together = self._programs.coupled(batch, self._module, self._device, self._exchange)
             whole = {0: [Segment(run=together)]}
             return StageRuntime(stages=Stages(whole, forward=self._forward, device=self._device), transfers=None)
-        starts = [piece.start for piece in self._pieces]
-        found = {
-            number: self._programs(piece.start, piece.stop, starts, batch, self._sharded(piece.stage))
-            for number, piece in enumerate(self._pieces)
-            if piece.stage in self._role.stages
-        }
+        found = self._cut_out if batch is None else None
+        found, self._cut_out = self._programs_of(batch) if found is None else found, None
         transfers = self._transfers(found.values(), self._pipeline)
         stages = Stages(
             self._segments(found),
@@ -253,10 +251,32 @@ class StageBuilder:
             device=self._device,
             transfers=transfers,
             halves=self._halves,
-            home=self._home,
+            home=self._home(),
             in_parts=self._role.sharded,
         )
         return StageRuntime(stages=stages, transfers=transfers)
+
+    def cut_out(self) -> bool:
+        """Cut the pieces that this rank runs out of the captured model; return whether it runs any. It waits for no other rank.
+
+        Raises PlanError for a cut that would change the result.
+        """
+        if self.cut and not self._coupled and self._pipeline is not None:
+            self._cut_out = self._programs_of(None)
+        return self.cut
+
+    def _programs_of(self, batch: Mapping[str, Tensor] | None) -> dict[int, _Program]:
+        """By the number of its piece, each program that this rank runs."""
+        assert self._programs is not None
+        assert self._pipeline is not None
+        starts = [piece.start for piece in self._pieces]
+        found = {
+            number: self._programs(piece.start, piece.stop, starts, batch, self._sharded(piece.stage))
+            for number, piece in enumerate(self._pieces)
+            if piece.stage in self._role.stages
+        }
+        _require_cuttable(self._edges_of(found.values(), self._pipeline), self._team(self._pipeline))
+        return found
 
     def _sharded(self, stage: int) -> tuple[Pipeline, int] | None:
         assert self._pipeline is not None
@@ -295,13 +315,22 @@ class StageBuilder:
     def _transfers(self, programs: Iterable[_Program], pipeline: Pipeline) -> Transfers | None:
         if self._p2p is None or len(pipeline.places) == 1:
             return None
-        team = Team(
+        return Transfers(
+            rank=self._role.rank,
+            team=self._team(pipeline),
+            edges=self._edges_of(programs, pipeline),
+            p2p=self._p2p,
+            precisions=self._precisions,
+        )
+
+    def _team(self, pipeline: Pipeline) -> Team:
+        return Team(
             ranks=tuple(tuple(map(self._cluster.rank, stage.devices)) for stage in pipeline.stages),
             stages=pipeline.stages,
         )
-        edges = _edges(programs, [piece.stage for piece in self._pieces], pipeline, self._role)
-        _require_cuttable(edges, team)
-        return Transfers(rank=self._role.rank, team=team, edges=edges, p2p=self._p2p, precisions=self._precisions)
+
+    def _edges_of(self, programs: Iterable[_Program], pipeline: Pipeline) -> list[Edge]:
+        return _edges(programs, [piece.stage for piece in self._pieces], pipeline, self._role)
 
 
 def captured_shapes(graph: ModelGraph) -> Shapes:

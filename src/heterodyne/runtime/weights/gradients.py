@@ -46,7 +46,8 @@ class GradientBuckets:
         boxes: of the parameters of which this rank has a box.
         ranges: by number of a bucket whose state is sharded, the range of each rank of its process group.
         weights: what this rank updates, where gradients are sharded too: takes those of its own ranges; None: they are not.
-        same_way: every forward goes the same way, so that which parameters get no gradient at all is asked once; else in each step.
+        same_way: every forward goes the same way, so which parameters get no gradient at all is found out once; else whenever `differs`
+            is true on any rank, which the caller tells by `wait`.
 
     A parameter that got no gradient in a step counts as zero, and is launched as such after the backward. One that no rank
     has a gradient for, or that is frozen when a step begins, keeps ``grad=None``, as on one device, so that the optimizer leaves it alone.
@@ -71,7 +72,7 @@ class GradientBuckets:
         self._weights = weights
         self._reducing: deque[FlatBucket] = deque()
         self._gathering: deque[tuple[FlatBucket, Work]] = deque()
-        self._same_way = same_way
+        self.same_way = same_way
         self._recorder = recorder
         self._completed = completed
         self._buckets = self._allocate(buckets, parameters)
@@ -80,18 +81,22 @@ class GradientBuckets:
         for entry in self._entries:
             self._entries_of.setdefault(id(entry.parameter), []).append(entry)
         self._unused: frozenset[str] | None = None
+        self._filled: list[bool] | None = None  # of each entry, when the unused ones were last looked for
         self._frozen: frozenset[str] = frozenset()
         self._armed: frozenset[str] = frozenset()
         self._next = 0
         self._hooks = [_on_gradient(of[0].parameter, self._hook(of)) for of in self._entries_of.values()]
 
+    def forget_unused(self) -> None:
+        """Find out anew in the next step which parameters get no gradient: other code runs from now on. On all ranks together."""
+        self._unused = None
+
     def begin(self) -> None:
         """Start a step: every gradient is None, nothing is launched."""
-        if not self._same_way:
-            self._unused = None
         require_no_hooks({of[0].name: of[0].parameter for of in self._entries_of.values()}, ours=1)
         self._frozen = frozenset(entry.name for entry in self._entries if not entry.parameter.requires_grad)
-        untouched = self._untouched
+        # Where forwards may go other ways, the gradient of any parameter may come: its bucket does not leave without it.
+        untouched = self._untouched if self.same_way else self._frozen
         if self._weights is not None:
             self._weights.own_gradients.clear()
         for entry in self._entries:
@@ -128,14 +133,23 @@ class GradientBuckets:
         while self._next < len(self._buckets) and self._buckets[self._next].number <= number:
             self._launch_next()
 
-    def wait(self) -> None:
-        """Wait for every launched bucket. Then ``p.grad`` is the sum over the ranks, or None where no rank has a gradient."""
+    @property
+    def differs(self) -> bool:
+        """Whether this rank has gradients of other parameters than when the unused ones were last looked for."""
+        return not self.same_way and self._filled != [entry.filled for entry in self._entries]
+
+    def wait(self, *, differs: bool = False) -> None:
+        """Wait for every launched bucket. Then ``p.grad`` is the sum over the ranks, or None where no rank has a gradient.
+
+        ``differs``: it does so on any rank, and all ranks are here for the first time in this step.
+        """
         for bucket in self._buckets:
             self._finish(bucket)
         self._reducing.clear()
         shared = [bucket for bucket in self._buckets if bucket.process_group is not None]
-        if self._unused is None and all(bucket.pending is not None for bucket in shared):
-            self._unused = self._find_untouched() - self._frozen
+        if differs or (self.same_way and self._unused is None and all(b.pending is not None for b in shared)):
+            self._unused = self._find_untouched() - (self._frozen if self.same_way else frozenset())
+            self._filled = [entry.filled for entry in self._entries]
         untouched = self._untouched
         for entry in self._entries:
             if entry.name in untouched:
@@ -293,7 +307,7 @@ class GradientBuckets:
         if entry.view is not None and not entry.staged and parameter.grad is not entry.view:
             entry.view.copy_(parameter.grad)
             parameter.grad = entry.view
-        if self._unused and entry.name in self._unused:
+        if self.same_way and self._unused and entry.name in self._unused:
             raise CaptureError(
                 f"{entry.name!r} got a gradient, which it had not in the first step: the model goes another way from step to step, "
                 "by chance, by a counter or by a choice in Python. Let it do the same in each step"
@@ -354,11 +368,19 @@ def _on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Rem
 
 
 def require_no_hooks(parameters: Mapping[str, nn.Parameter], *, ours: int = 0) -> None:
-    """Raises CaptureError for one with a hook on its gradient: it would see that of one micro-batch of one device, and only if it is linear
-    does that come to the same. ``ours``: how many each has of this library.
+    """Raise CaptureError for a parameter with a hook on its gradient, which would see the gradient of one micro-batch on one device.
+
+    Args:
+        ours: how many hooks of this library each parameter has.
     """
     for name, parameter in parameters.items():
-        if parameter._backward_hooks or len(parameter._post_accumulate_grad_hooks or ()) > ours:
+        later = (parameter._post_accumulate_grad_hooks or {}).values()
+        if not ours and any(getattr(hook, "__module__", "") == __name__ for hook in later):
+            raise CaptureError(
+                f"the model is still under another plan, which collects the gradient of {name!r}: close() the trainer that was made of it "
+                "before, or leave its 'with'"
+            )
+        if parameter._backward_hooks or len(later) > ours:
             raise CaptureError(
                 f"{name!r} has a hook on its gradient, which would see the gradients of parts of the batch in place of the whole. Remove "
                 "it: gradients are clipped by clip_grad_norm, and what shall not be trained can be a buffer, or be masked in forward"
