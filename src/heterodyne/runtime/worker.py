@@ -195,6 +195,8 @@ class Worker:
             variant_of(first, assignment, stages, cut=cut),
             make=make,
             again=again,
+            held_by_all=held.held_by_all,
+            sample=held.sample,
             adopt=held.adopt,
             switched=held.gradients.forget_unused,
             watch=watch,
@@ -228,7 +230,7 @@ class Worker:
         started_s = time.perf_counter()
         number = self.steps_done if step is None else step
         self._model.require_as_left()
-        now = self._variants.step()
+        now = self._variants.step(number)
         graph = now.variant.capture.graph
         require_trained(graph)
         work = self._work(batch, number, now)
@@ -250,6 +252,7 @@ class Worker:
         self._before = {}
         self.steps_done = number + 1
         self._model.leave(look=is_looked_at(self.steps_done))
+        self._variants.leave()
         self._executor.updating = False
         if self._first and self._communicator.device.type == "cpu":
             # The optimizer has made its state where activations had been. Those of the next step come to lie otherwise, so what is free
@@ -274,10 +277,13 @@ class Worker:
     def _look_at_parts(self, work: Step, now: StepOfVariant) -> None:
         """Compare parts of this rank's samples with the whole, now and then, and where the model has changed. Raises CaptureError."""
         later, role = now.variant.later, self._role
-        if later is None or not (now.changed or is_looked_at(work.number)) or not role.micro_batches.samples:
+        if later is None or not (now.changed or is_looked_at(work.number)):
             return
-        exactly = now.changed or now.variant.capture.graph.opaque is not None
-        (later.require if exactly else later.require_padding)(work.source, role.spans(), work.number)
+        if now.changed:
+            self._communicator.agreement.gather_or_raise(lambda: later.require(work.source, role.spans(), work.number))
+        elif role.micro_batches.samples:
+            look = later.require_padding if now.variant.capture.graph.opaque is None else later.require
+            look(work.source, role.spans(), work.number)
 
     def _told_of_memory(self, number: int | None) -> AbstractContextManager[None]:
         return told_with_stage(
@@ -317,7 +323,7 @@ class Worker:
         Idle ranks get the loss and no gradients. The gradients are views, good until the next call.
         """
         self._model.require_as_left()
-        now = self._variants.step()
+        now = self._variants.step(step)
         loss = self._executor.run(self._work(batch, step, now), update=False)
         if not now.agreed():
             raise self._variants.disagreement()
@@ -398,6 +404,7 @@ class Worker:
         self._model.state.load(state)
         self.steps_done = int(state["step"])
         self._model.leave(look=is_looked_at(self.steps_done))
+        self._variants.leave()
         if self._model.scale is not None and "loss_scale" in state:
             self._model.scale.load_state_dict(state["loss_scale"])
 

@@ -48,6 +48,11 @@ class LaterBatches:
         self._forward = Forward(module, graph, device=device, precision=precision, seed=0)
         self._bar = rounding_bar(device, precision)
 
+    @property
+    def asks(self) -> bool:
+        """Whether parts can be compared with the whole: BatchNorm would count these calls in its statistics."""
+        return not self._graph.batch_statistics
+
     def require(self, source: BatchSource, own: Sequence[tuple[int, int]], step: int) -> None:
         """Look at samples that this rank trains on, those of its micro-batches ``(first, count)``. Raises CaptureError if their parts do
         not add up.

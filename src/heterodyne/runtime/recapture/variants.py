@@ -28,7 +28,9 @@ from heterodyne.runtime.batch_work import BatchWork
 from heterodyne.runtime.exact.later_batches import LaterBatches
 from heterodyne.runtime.executor import Watch
 from heterodyne.runtime.recapture.read_state import Change, ReadState, State, portable
+from heterodyne.runtime.same_batch import is_looked_at
 from heterodyne.runtime.stages.stage_builder import StagePrograms
+from heterodyne.runtime.weights.between_steps import Sample, require_alike
 from heterodyne.units import format_seconds
 
 __all__ = ["Again", "Capture", "Step", "Variant", "Variants"]
@@ -36,7 +38,9 @@ __all__ = ["Again", "Capture", "Step", "Variant", "Variants"]
 T = TypeVar("T")
 
 MOST = 8
-"""Of so many states of the model what runs is kept; so many new ones in a row, a step each, are captured before that is refused."""
+"""Of so many states of the model what runs is kept."""
+MOST_IN_A_ROW = 4
+"""The model is captured for so many steps in a row, if something is another before each."""
 _MOST_NAMES = 3
 _BITS = 20  # of a digest: the sum of squares over 1,024 ranks is still exact in float64
 
@@ -82,10 +86,6 @@ class _Seen:
     variant: Variant
     changes: list[Change] = field(default_factory=list)
 
-    @property
-    def digest(self) -> int:
-        return int.from_bytes(portable(self.changes), "big") >> (64 - _BITS) if self.changes else 0
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Rebound:
@@ -104,6 +104,8 @@ class Variants:
         first: what runs in the state that it is in.
         make: what runs of a capture under a plan. Collective.
         again: captures the module as it is now; None: what changes is refused.
+        held_by_all: returns the parameters and buffers that every rank holds whole and updates alike, by name.
+        sample: a few values of what this rank holds, to compare with other ranks.
         adopt: takes over the buffers that the script has put in the place of others, and returns what this rank holds of them.
         switched: is called when something else begins to run in training.
         watch: is informed of a capture, which takes long.
@@ -117,6 +119,8 @@ class Variants:
         *,
         make: Callable[[Capture, Assignment], Variant],
         again: Again | None,
+        held_by_all: Callable[[], Mapping[str, Tensor]],
+        sample: Callable[[], Sample],
         adopt: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
         switched: Callable[[], None],
         watch: Watch | None,
@@ -125,6 +129,9 @@ class Variants:
         self._module = module
         self._make = make
         self._again = again
+        self._find_held_by_all = held_by_all
+        self._held_by_all = held_by_all()
+        self._sample = sample
         self._adopt = adopt
         self._switched = switched
         self._watch = watch
@@ -138,20 +145,41 @@ class Variants:
         self._known: list[tuple[State, Variant]] = [(self._start, self.first)]
         self._rebound: dict[str, _Rebound] = {}
         self._in_a_row = 0  # steps for each of which the model was captured
+        self._written: list[Change] = []  # weights, before the latest step
+        self.leave()
 
-    def step(self) -> Step:
+    def leave(self) -> None:
+        """From here on, whatever writes to weights is the script."""
+        self._versions = [tensor._version for tensor in self._held_by_all.values()]
+
+    def step(self, number: int) -> Step:
         """What the next step runs. Raises PlanError, on all ranks, for a change that cannot be followed."""
         seen = self._training
         before, changed = seen.read.state, self._look(seen)
-        agreed = self._compare(seen.digest)
-        if not changed:
-            self._in_a_row = 0
-        elif agreed():
-            before_it = seen.variant
-            self._follow(seen, before, modes=True)
-            if seen.variant is not before_it:
-                self._switched()
+        written = self._look_at_writes()
+        agreed = self._compare([*seen.changes, *written])
+        if (changed or written) and agreed():
+            if changed:
+                self._switch(seen, before)
+            if written != self._written or is_looked_at(number):
+                require_alike(self._communicator.all_gather_object(self._sample()), number)
+        self._written = written
+        self._in_a_row = self._in_a_row if changed else 0
         return Step(variant=seen.variant, changed=changed, agreed=agreed)
+
+    def _switch(self, seen: _Seen, before: State) -> None:
+        running = seen.variant
+        self._follow(seen, before, modes=True)
+        if seen.variant is not running:
+            self._switched()
+
+    def _look_at_writes(self) -> list[Change]:
+        """Which weights, of those that all ranks hold, the script has written to since the last step."""
+        now = [tensor._version for tensor in self._held_by_all.values()]
+        if now == self._versions:
+            return []
+        names = [n for n, left, new in zip(self._held_by_all, self._versions, now, strict=True) if left != new]
+        return [Change(name=repr(name), before="as the last step left it", after="written to") for name in names]
 
     def evaluation(self) -> Variant:
         """What runs in evaluation; the module is in that mode. Raises PlanError as `step` does."""
@@ -162,15 +190,16 @@ class Variants:
             changed = True
         else:
             before, changed = seen.read.state, self._look(seen)
-        if not self._compare(seen.digest)():
-            raise self.disagreement(seen)
+        if not self._compare(seen.changes)():
+            raise self.disagreement(evaluating=True)
         if changed:
             self._follow(seen, before, modes=False)
         return seen.variant
 
-    def disagreement(self, seen: _Seen | None = None) -> PlanError:
+    def disagreement(self, *, evaluating: bool = False) -> PlanError:
         """Return what to say of changes that not all ranks have made. Collective."""
-        told = {str(change) for change in (seen or self._training).changes}
+        seen = self._evaluating if evaluating and self._evaluating is not None else self._training
+        told = {str(change) for change in (*seen.changes, *(() if evaluating else self._written))}
         of_all: list[set[str]] = self._communicator.all_gather_object(told)
         alone = sorted(of_all[0].union(*of_all) - of_all[0].intersection(*of_all))
         ranks = [rank for rank, of in enumerate(of_all) if alone and alone[0] in of]
@@ -198,11 +227,12 @@ class Variants:
     def _all_changes(self, state: State) -> list[Change]:
         return [*self._start.changes(state), *(rebound.change for rebound in self._rebound.values())]
 
-    def _compare(self, digest: int) -> Callable[[], bool]:
-        """Start to compare the digests of all ranks; the answer is waited for when it is asked for."""
+    def _compare(self, changes: Sequence[Change]) -> Callable[[], bool]:
+        """Start to compare with all ranks what has changed; the answer is waited for when it is asked for."""
         ranks = self._communicator.world_size
         if ranks == 1:
             return lambda: True
+        digest = int.from_bytes(portable(changes), "big") >> (64 - _BITS) if changes else 0
         sums = torch.tensor([float(digest), float(digest**2)], dtype=torch.float64)
         sent = self._communicator.control.all_reduce(sums)
 
@@ -224,21 +254,24 @@ class Variants:
                 )
         held = self._adopt({name: seen.read.buffers[name] for name in self._rebound if name in seen.read.buffers})
         self._rebound |= {name: replace(self._rebound[name], held=buffer) for name, buffer in held.items()}
+        self._held_by_all = self._find_held_by_all()
         for known, variant in self._known:
             if not known.changes(state, modes=modes):
                 seen.variant = variant
                 break
         else:
-            seen.variant = self._captured(state, before.changes(state, modes=modes))
+            self._in_a_row += seen is self._training
+            # Where modules run as they are, parts of each batch are compared with the whole instead, step by step.
+            if self._in_a_row <= MOST_IN_A_ROW or seen.variant.later is None or not seen.variant.later.asks:
+                seen.variant = self._captured(state, before.changes(state, modes=modes))
         seen.read.take()  # adopted buffers are others
 
     def _captured(self, state: State, changes: Sequence[Change]) -> Variant:
         words = "; ".join(map(str, changes[:_MOST_NAMES])) + (" ..." if len(changes) > _MOST_NAMES else "")
-        self._in_a_row += 1
-        if self._in_a_row > MOST:
+        if self._in_a_row > MOST_IN_A_ROW:
             raise PlanError(
-                f"{words}: it is another at each of the last {MOST} steps, and for each value the model is captured anew, which takes "
-                "seconds. Make it an entry of the batch, or a buffer (register_buffer) that is written to between steps"
+                f"{words}: it is another before each of {MOST_IN_A_ROW + 1} steps in a row, and for each value the model is captured anew, "
+                "which takes seconds. Make it an entry of the batch, or a buffer (register_buffer) that is written to between steps"
             )
         started_s = time.perf_counter()
         with nullcontext() if self._watch is None else self._watch.phase("capturing the model as it is now"):
