@@ -8,7 +8,7 @@ from torch import Tensor
 
 from heterodyne.errors import CaptureError
 
-__all__ = ["DIVISOR", "LOSS", "SAMPLES", "loss_of"]
+__all__ = ["DIVISOR", "LOSS", "NUMBER", "SAMPLES", "loss_of"]
 
 LOSS = "loss"
 """Under which name a model, or a stage of one, hands out its loss."""
@@ -18,6 +18,10 @@ SAMPLES = "loss.samples"
 
 DIVISOR = "loss.divisor."
 """The same for what the terms of the loss are divided by: this and their number."""
+
+
+NUMBER = "number."
+"""The same for numbers of the model that change during the run: this and their place."""
 
 
 def loss_of(output: object) -> Tensor:

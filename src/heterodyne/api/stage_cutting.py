@@ -27,13 +27,24 @@ def again_of(captured: CapturedModel, model: nn.Module) -> Again:
     """Return what captures the model again, as the script has it then; now it has all its weights, or as meta tensors."""
     whole = {name: torch.empty_like(tensor, device="meta") for name, tensor in stored_tensors(model)}
 
-    def again(now: nn.Module, rebound: Mapping[str, Tensor]) -> Capture:
+    def again(now: nn.Module, rebound: Mapping[str, Tensor], numbers: Sequence[str]) -> Capture:
         twin = without_weights(now, like={**whole, **rebound})
-        found = captured.again(twin)
-        programs = StageCutter(found, twin) if isinstance(found, Captured) else None
-        return Capture(graph=found.graph, loss_count=found.loss_count, programs=programs)
+        if not isinstance(captured, Captured):
+            found = captured.again(twin)
+            return Capture(graph=found.graph, loss_count=found.loss_count, programs=None)
+        traced = captured.again(twin, _of_modules(twin, numbers))
+        return Capture(
+            graph=traced.graph, loss_count=traced.loss_count, programs=StageCutter(traced, twin), numbers=traced.numbers
+        )
 
     return again
+
+
+def _of_modules(module: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return those of the names that are attributes of modules, with the path of these."""
+    parts = dict(module.named_modules())
+    split = [(name, *name.rpartition(".")[::2]) for name in names]
+    return [name for name, path, own in split if path in parts and own in vars(parts[path])]
 
 
 class StageCutter:

@@ -216,7 +216,7 @@ def _part(
             waiting += node.all_input_nodes
     order = list(pieces.traced.graph.nodes)
     roles = pieces.traced.roles
-    inputs = [n for n in order if n in given and roles[n].kind == "input"]
+    inputs = [n for n in order if n in given and roles[n].kind in ("input", "number")]
     kept = [n for n in order if n in given and n not in inputs]
     run = stage_graph(
         pieces,

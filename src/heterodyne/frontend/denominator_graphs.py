@@ -17,6 +17,7 @@ from heterodyne.frontend.denominator import Denominator, Statistic
 from heterodyne.frontend.export import Traced
 from heterodyne.frontend.node_copies import evaluated, on_device
 from heterodyne.frontend.sizes import size_of
+from heterodyne.model_output import NUMBER
 
 __all__ = ["HOST", "StatisticsGraph", "ValueGraph", "entries_of"]
 
@@ -36,6 +37,9 @@ class StatisticsGraph:
         for node in leading_to(targets):
             copies[node] = self._graph.node_copy(node, lambda n: copies[n])
         self._roles = [traced.roles[node] for node in copies if node.op == "placeholder"]
+        for role in self._roles:
+            if role.kind == "number":
+                _known({}, role.name, HOST)
         self._samples = self._graph.placeholder("samples_of_part")
         self._graph.output(tuple(self._number(s, copies) for s in statistics))
         self.text = _text(self._graph)
@@ -150,6 +154,8 @@ def entries_of(statistic: Statistic) -> int:
 
 def _known(known: Mapping[str, Tensor], name: str, device: torch.device) -> Tensor:
     value = known.get(name)
+    if name.startswith(NUMBER):
+        raise CaptureError("what the loss divides by depends on a number that changes during the run")
     if value is None or value.device.type == "meta":
         raise CaptureError(
             f"the loss divides by something that is computed from {name!r}, which has no values yet: the model was captured on "

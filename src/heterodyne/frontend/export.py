@@ -10,8 +10,9 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -37,12 +38,13 @@ from heterodyne.frontend.faults import explain, line_of, refuse_transforms, refu
 from heterodyne.frontend.fixed_sizes import SizeWatch, refuse_choices_by_size
 from heterodyne.frontend.flat_graph import drop_bookkeeping, inline_one, is_op
 from heterodyne.frontend.module_only import BackwardWatch, hooks_of
+from heterodyne.frontend.numbers import FROM_NUMBERS, Numbers, Recorder
 from heterodyne.frontend.python_draws import PythonDraws
 from heterodyne.frontend.skeleton import skeleton
 from heterodyne.frontend.symbols import free_name
 from heterodyne.frontend.word_sets import ordered_word_sets
 from heterodyne.graph import ModuleOnly
-from heterodyne.model_output import loss_of
+from heterodyne.model_output import NUMBER, loss_of
 
 __all__ = ["Role", "Traced", "export", "quiet", "tied_names"]
 
@@ -53,7 +55,7 @@ _PREFIX = "model."
 class Role:
     """What a placeholder stands for. ``name`` is canonical: of tied parameters the first name; ``symbol``: its name in the graph."""
 
-    kind: Literal["parameter", "buffer", "constant", "input"]
+    kind: Literal["parameter", "buffer", "constant", "input", "number"]
     name: str
     symbol: str = ""
 
@@ -64,7 +66,7 @@ class Role:
 @dataclass(frozen=True, kw_only=True)
 class Traced:
     """The flat graph. ``model`` is the skeleton that was traced, ``aliases`` the names tied to a canonical one; ``module_only``: what
-    the backward of the module does and that of the graph does not."""
+    the backward of the module does and that of the graph does not; ``numbers``: attributes that are inputs of it."""
 
     model: nn.Module
     graph: fx.Graph
@@ -76,6 +78,7 @@ class Traced:
     ops: tuple[fx.Node, ...]
     annotations: Annotations
     module_only: tuple[ModuleOnly, ...] = ()
+    numbers: Numbers = field(default_factory=Numbers)
 
     def module_of(self, node: fx.Node) -> str:
         """The path of the module that called the op, "" for the model itself."""
@@ -129,13 +132,18 @@ class _LossOnly(nn.Module):
         return loss_of(output)
 
 
-def export(model: nn.Module, example: Example) -> Traced:
-    """Trace the model's loss. Raises CaptureError with the line of the model that cannot be traced."""
+def export(model: nn.Module, example: Example, *, numbers: Sequence[str] = ()) -> Traced:
+    """Trace the model's loss. Raises CaptureError with the line of the model that cannot be traced.
+
+    ``numbers``: names of attributes that are to be inputs of the graph.
+    """
     first: tuple[Exception, str | None] | None = None
     best, *others = trace_sizes(example, model)
-    for size, strict in ((best, False), (best, True), *((size, False) for size in others)):
+    ways = ((best, False), (best, True), *((size, False) for size in others))
+    for size, strict in ways if not numbers else ways[:1]:
         mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
         copy = skeleton(model, mode)
+        recorder = Recorder(copy, numbers, partial(_empty, mode))
         sizes = SizeWatch()
         watch = BackwardWatch()
         changed: set[tuple[str, str]] = set()  # plain attributes of the modules, which torch.export sets back
@@ -149,10 +157,18 @@ def export(model: nn.Module, example: Example) -> Traced:
             first = first or (error, sizes.line)
         else:
             _refuse_counters(wrapped, changed, example, mode, size)
-            return replace(_flatten(program, copy, example), module_only=(*hooks_of(model), *watch.noted.values()))
+            copy._modules.pop(FROM_NUMBERS, None)
+            traced = _flatten(program, copy, example)
+            noted = (*hooks_of(model), *watch.noted.values())
+            return replace(traced, module_only=noted, numbers=recorder.found())
     assert first is not None
     cause, line = first
     raise explain(cause, model, line) from cause
+
+
+def _empty(mode: FakeTensorMode, dtype: torch.dtype) -> Tensor:
+    with mode:
+        return torch.empty((), dtype=dtype, device="cpu")
 
 
 def _refuse_counters(
@@ -223,6 +239,9 @@ def _flatten(program: ExportedProgram, model: nn.Module, example: Example) -> Tr
     refuse_transforms(graph)
     refuse_unknown_sizes(graph)
     refuse_choices_by_size(graph, example.batch)
+    for node in [node for node, role in roles.items() if role.kind == "number" and not node.users]:
+        graph.erase_node(node)
+        del roles[node]
     refuse_changes(graph, {node: role.name for node, role in roles.items() if role.kind != "input"}, model)
     (results,) = graph.output_node().args
     if not isinstance(results, tuple) or not isinstance(results[0], fx.Node):
@@ -250,6 +269,8 @@ def _roles(program: ExportedProgram, example: Example, canonical: dict[str, str]
         name = (spec.target or "").removeprefix(_PREFIX)
         if spec.kind is InputKind.PARAMETER:
             roles.append(Role("parameter", canonical[name]))
+        elif spec.kind is InputKind.BUFFER and name.startswith(f"{FROM_NUMBERS}."):
+            roles.append(Role("number", NUMBER + name.removeprefix(f"{FROM_NUMBERS}.")))
         elif spec.kind is InputKind.BUFFER:
             roles.append(Role("buffer", canonical[name]))
         elif spec.kind is InputKind.CONSTANT_TENSOR:

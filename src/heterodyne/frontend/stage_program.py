@@ -223,7 +223,7 @@ def stage_program(
 
 
 def _comes_with_batch(role: Role) -> bool:
-    return role.kind == "input" or role.name == SAMPLES or role.name.startswith(DIVISOR)
+    return role.kind in ("input", "number") or role.name == SAMPLES or role.name.startswith(DIVISOR)
 
 
 def _closure(pieces: Pieces, start: int, stop: int) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:

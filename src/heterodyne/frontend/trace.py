@@ -26,6 +26,7 @@ from heterodyne.frontend.example import Batch, Example, read_example
 from heterodyne.frontend.experts import put_together
 from heterodyne.frontend.export import Traced, export
 from heterodyne.frontend.loss import read_loss
+from heterodyne.frontend.numbers import Numbers
 from heterodyne.frontend.own_memory import require_own_memory
 from heterodyne.frontend.replay import Observed, observe
 from heterodyne.frontend.sample_order import samples_in
@@ -84,8 +85,20 @@ class Captured:
         assert self._coupled is not None
         return self._coupled.bind(self._pieces, module, device, exchange)
 
-    def again(self, model: nn.Module) -> Captured:
-        """Capture the model as it is now, which may be another than then, for inputs of the same shapes. Raises CaptureError."""
+    @property
+    def numbers(self) -> Numbers:
+        """Attributes of the model that are inputs of the graph."""
+        return self._traced.numbers
+
+    def again(self, model: nn.Module, numbers: Sequence[str] = ()) -> Captured:
+        """Capture the model as it is now, which may be another than then, for inputs of the same shapes; with these numbers as inputs of
+        the graph, if it can have them so. Raises CaptureError.
+        """
+        if numbers:
+            try:
+                return trace(model, self._example, name=self.graph.name, numbers=numbers)
+            except CaptureError:
+                pass  # without them it tells what is wrong, if that is not the numbers
         return trace(model, self._example, name=self.graph.name)
 
     @cached_property
@@ -98,13 +111,16 @@ def capture(model: nn.Module, example_batch: Batch) -> ModelGraph:
     return trace(model, example_batch).graph
 
 
-def trace(model: nn.Module, example_batch: Batch | Example, *, name: str | None = None) -> Captured:
+def trace(
+    model: nn.Module, example_batch: Batch | Example, *, name: str | None = None, numbers: Sequence[str] = ()
+) -> Captured:
     """Capture a model with its loss. The model is left as it was, and nothing is computed.
 
     Args:
         model: any module that returns its loss (see `loss_of`), on any device, the meta device included.
         example_batch: the tensors that it is called with, by keyword or in order; their values do not matter. Or what was read of one.
         name: what to call it; None: its class.
+        numbers: names of attributes that are to be inputs of the graph, since they change during the run.
 
     Raises CaptureError, with the line of the model and what to change.
     """
@@ -112,7 +128,7 @@ def trace(model: nn.Module, example_batch: Batch | Example, *, name: str | None 
     require_own_memory(model)
     refuse_own_exchange(model)
     example = example_batch if isinstance(example_batch, Example) else read_example(model, example_batch)
-    exported = export(model, example)
+    exported = export(model, example, numbers=numbers)
     refuse_closures(exported, model)
     refuse_embedding_gradients(exported)
     traced = put_together(exported)

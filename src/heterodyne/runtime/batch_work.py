@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -65,8 +66,11 @@ class BatchWork:
         """Whether all that this rank runs of the model is compiled code."""
         return self._stages.runs_compiled
 
-    def step(self, batch: GlobalBatchLike, number: int) -> Step:
-        """What the executor runs. Raises DataError for a batch of another size than the plan's."""
+    def step(self, batch: GlobalBatchLike, number: int, numbers: Mapping[str, Tensor] = MappingProxyType({})) -> Step:
+        """What the executor runs. ``numbers``: of the model, that its graph is given beside the batch.
+
+        Raises DataError for a batch of another size than the plan's.
+        """
         source = self.source(batch, f"step {number + 1}")
         if source.size != self._global_batch_size:
             raise DataError(
@@ -84,9 +88,14 @@ class BatchWork:
             sizes=role.micro_batches.sizes,
             spans={stage: role.spans(stage) for stage in role.stages},
             slices=slices,
+            numbers=self.given(numbers),
             weights=Weights(self._loss_count, own, source.size, self._communicator.control, answers=answers),
             learning_rate=None if self._section is None else learning_rate(self._section, number, self._total_steps),
         )
+
+    def given(self, numbers: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the numbers, where pieces of a graph run; the module reads its own."""
+        return numbers if self._stages.cut else {}
 
     def source(self, batch: GlobalBatchLike, where: str) -> BatchSource:
         """Samples of a batch, whose values the model can look up. Raises DataError, with ``where`` they are."""

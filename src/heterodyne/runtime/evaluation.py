@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from heterodyne.loss_count import LossCount
 from heterodyne.plan.micro_batches import MicroBatches
@@ -31,13 +31,18 @@ def evaluate(
     loss_count: LossCount,
     gradients: bool,
     control: ProcessGroup,
+    numbers: Mapping[str, Tensor],
     sharded: ShardedParameters | None = None,
 ) -> tuple[float, float]:
     """The loss of the whole batch, and what it counts, on every rank. Collective over ``control``.
 
-    Each pipeline takes its parts through its stages one after the other. ``gradients``: a forward may ask for one
-    (torch.autograd.grad), so autograd is on. ``sharded``: parameters to gather, stage by stage; where pipelines share them, these run all
-    parts through one stage after the other, or through all of them, since not all have as many parts.
+    Each pipeline takes its parts through its stages one after the other.
+
+    Args:
+        gradients: a forward may ask for one (torch.autograd.grad), so autograd is on.
+        numbers: that stages are given beside the batch.
+        sharded: parameters to gather, stage by stage; where pipelines share them, these run all parts through one stage after the other,
+            or through all of them, since not all have as many parts.
     """
     stages, transfers = parts.stages, parts.transfers
     role = placement.places[rank]
@@ -65,7 +70,7 @@ def evaluate(
                     if not samples and not loss_count.together:
                         continue
                     inputs = source.samples(start, samples)
-                    inputs = {**inputs, **weights.divisors}
+                    inputs = {**inputs, **weights.divisors, **numbers}
                     loss = stages.evaluate(stage, index, inputs, range(start, start + samples))
                 if loss is not None:
                     losses[index] = loss.item()

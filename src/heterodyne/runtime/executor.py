@@ -60,6 +60,7 @@ class Step:
         sizes: of each micro-batch of this rank's pipeline.
         spans: for each stage of this rank ``(first sample, count)`` of its slice of each micro-batch.
         slices: the inputs of each micro-batch at the stage that makes the loss, where they had to be read ahead for counting.
+        numbers: that stages are given beside their inputs.
         weights: of each micro-batch there.
         learning_rate: of this step; None: the optimizer keeps its own.
         losses: of each micro-batch, filled by the forwards.
@@ -75,6 +76,7 @@ class Step:
     spans: Mapping[int, Sequence[tuple[int, int]]]
     slices: Mapping[int, Mapping[str, Tensor]]
     weights: Weights
+    numbers: Mapping[str, Tensor] = field(default_factory=dict)
     learning_rate: float | None = None
     losses: dict[int, Tensor] = field(default_factory=dict)
     grad_norm: Tensor | None = None
@@ -268,7 +270,7 @@ class Executor:
         if inputs is None:
             inputs = step.source.samples(first, count)
         self.inputs = inputs
-        inputs = {**inputs, **step.weights.divisors}
+        inputs = {**inputs, **step.weights.divisors, **step.numbers}
         loss = step.parts.stages.forward(stage, index, inputs, step.number, range(first, first + count))
         if loss is not None:
             step.losses[index] = loss.detach()

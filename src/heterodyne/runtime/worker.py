@@ -347,7 +347,7 @@ class Worker:
 
     def _evaluate(self, batch: GlobalBatchLike) -> tuple[float, float]:
         with eval_mode(self.module):
-            variant = self._variants.evaluation()
+            variant, numbers = self._variants.evaluation()
             batches = variant.batches
             source = batches.source(batch, "evaluation")
             if not source.size:
@@ -362,6 +362,7 @@ class Worker:
                     loss_count=variant.capture.loss_count,
                     gradients=self.graph.opaque is not None,
                     control=self._communicator.control,
+                    numbers=batches.given(numbers),
                     sharded=self._model.sharded,
                 )
 
@@ -441,7 +442,7 @@ class Worker:
         return self._communicator.borrowed_bytes
 
     def _work(self, batch: GlobalBatchLike, number: int, now: StepOfVariant) -> Step:
-        work = now.variant.batches.step(batch, number)
+        work = now.variant.batches.step(batch, number, now.numbers)
         work.agreed = now.agreed
         return work
 

@@ -68,6 +68,16 @@ class State:
             if name not in before or name not in after or not _equal(before[name], after[name])
         ]
 
+    def numbers_changed(self, later: State) -> list[str]:
+        """Return the attributes of modules, with the path of these, that are numbers in both and others in ``later``."""
+        pairs = ((name, value, later.values.get(name)) for name, value in self.values.items() if name[-1:] == "'")
+        return [name[1:-1] for name, value, now in pairs if _is_number(value) and _is_number(now) and value != now]
+
+    def numbers(self, names: Iterable[str]) -> dict[str, int | float]:
+        """Return the numbers of these attributes, as far as they are numbers."""
+        values = ((name, self.values.get(_quoted(name))) for name in names)
+        return {name: value for name, value in values if isinstance(value, int | float)}
+
 
 class ReadState:
     """Of a model with its loss. Names are those in the code that the forward may reach, see `CodeRead`.
@@ -379,6 +389,10 @@ def portable(changes: Iterable[Change]) -> bytes:
     for change in sorted(changes, key=lambda change: change.name):
         found.update(f"{change.name}\0{change.after}\0".encode())
     return found.digest()
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
 
 
 def _joined(path: str, key: str) -> str:

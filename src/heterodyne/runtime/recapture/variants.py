@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -45,17 +45,44 @@ _MOST_NAMES = 3
 _BITS = 20  # of a digest: the sum of squares over 1,024 ranks is still exact in float64
 
 
+class Numbers(Protocol):
+    """Attributes of the model that are inputs of its graph, which holds for several values of them."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    def hold(self, values: Mapping[str, int | float]) -> bool:
+        """Whether the graph holds for these values."""
+
+    def tensors(self, values: Mapping[str, int | float]) -> Mapping[str, Tensor]:
+        """Return what the graph is given beside the batch."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Capture:
-    """What was captured of a model in one state. ``programs``: None where there is no graph."""
+    """What was captured of a model in one state. ``programs``, ``numbers``: None where there is no graph, or are no such numbers."""
 
     graph: ModelGraph
     loss_count: LossCount
     programs: StagePrograms | None
+    numbers: Numbers | None = None
+
+    def holds(self, captured: State, now: State, *, modes: bool) -> bool:
+        """Whether it is that of the model in the state ``now``, too; it was made in the state ``captured``."""
+        changes = captured.changes(now, modes=modes)
+        if not changes or self.numbers is None:
+            return not changes
+        values = now.numbers(self.numbers.names)
+        return {change.name for change in changes} <= {f"'{name}'" for name in values} and self.numbers.hold(values)
+
+    def tensors(self, now: State) -> Mapping[str, Tensor]:
+        """Return the numbers that the graph is given in that state."""
+        return {} if self.numbers is None else self.numbers.tensors(now.numbers(self.numbers.names))
 
 
-Again: TypeAlias = Callable[[nn.Module, Mapping[str, Tensor]], Capture]
-"""Captures a model as it is now, given by name the buffers, whole, that the script has put in the place of others. Raises CaptureError."""
+Again: TypeAlias = Callable[[nn.Module, Mapping[str, Tensor], Sequence[str]], Capture]
+"""Captures a model as it is now, given by name the buffers, whole, that the script has put in the place of others, and the names of
+attributes that are to be inputs of the graph if it can have them so. Raises CaptureError."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,10 +97,16 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a step runs. ``changed``: something is another than before; ``agreed``: whether all ranks say so, to be asked before the
-    update."""
+    """What a step runs.
+
+    Args:
+        numbers: that it is given beside the batch.
+        changed: something is another than before.
+        agreed: whether all ranks say so, to be asked before the update.
+    """
 
     variant: Variant
+    numbers: Mapping[str, Tensor]
     changed: bool
     agreed: Callable[[], bool]
 
@@ -144,6 +177,7 @@ class Variants:
         self._parameters = self._training.read.parameters
         self._known: list[tuple[State, Variant]] = [(self._start, self.first)]
         self._rebound: dict[str, _Rebound] = {}
+        self._numbers: dict[str, None] = {}  # attributes that have changed, in order
         self._in_a_row = 0  # steps for each of which the model was captured
         self._written: list[Change] = []  # weights, before the latest step
         self.leave()
@@ -165,7 +199,8 @@ class Variants:
                 require_alike(self._communicator.all_gather_object(self._sample()), number)
         self._written = written
         self._in_a_row = self._in_a_row if changed else 0
-        return Step(variant=seen.variant, changed=changed, agreed=agreed)
+        numbers = seen.variant.capture.tensors(seen.read.state)
+        return Step(variant=seen.variant, numbers=numbers, changed=changed, agreed=agreed)
 
     def _switch(self, seen: _Seen, before: State) -> None:
         running = seen.variant
@@ -181,8 +216,8 @@ class Variants:
         names = [n for n, left, new in zip(self._held_by_all, self._versions, now, strict=True) if left != new]
         return [Change(name=repr(name), before="as the last step left it", after="written to") for name in names]
 
-    def evaluation(self) -> Variant:
-        """What runs in evaluation; the module is in that mode. Raises PlanError as `step` does."""
+    def evaluation(self) -> tuple[Variant, Mapping[str, Tensor]]:
+        """What runs in evaluation, and the numbers that it is given; the module is in that mode. Raises PlanError as `step` does."""
         before, seen = self._start, self._evaluating
         if seen is None:
             seen = self._evaluating = _Seen(ReadState(self._module), self.first)
@@ -194,7 +229,7 @@ class Variants:
             raise self.disagreement(evaluating=True)
         if changed:
             self._follow(seen, before, modes=False)
-        return seen.variant
+        return seen.variant, seen.variant.capture.tensors(seen.read.state)
 
     def disagreement(self, *, evaluating: bool = False) -> PlanError:
         """Return what to say of changes that not all ranks have made. Collective."""
@@ -256,13 +291,14 @@ class Variants:
         self._rebound |= {name: replace(self._rebound[name], held=buffer) for name, buffer in held.items()}
         self._held_by_all = self._find_held_by_all()
         for known, variant in self._known:
-            if not known.changes(state, modes=modes):
+            if variant.capture.holds(known, state, modes=modes):
                 seen.variant = variant
                 break
         else:
             self._in_a_row += seen is self._training
             # Where modules run as they are, parts of each batch are compared with the whole instead, step by step.
             if self._in_a_row <= MOST_IN_A_ROW or seen.variant.later is None or not seen.variant.later.asks:
+                self._numbers |= dict.fromkeys(before.numbers_changed(state))
                 seen.variant = self._captured(state, before.changes(state, modes=modes))
         seen.read.take()  # adopted buffers are others
 
@@ -286,7 +322,9 @@ class Variants:
         first = self.first.assignment
         if self._again is None:
             raise PlanError(f"{words} since the model was captured, and nothing here can capture it again")
-        capture = self._again(self._module, {name: rebound.whole for name, rebound in self._rebound.items()})
+        capture = self._again(
+            self._module, {name: rebound.whole for name, rebound in self._rebound.items()}, list(self._numbers)
+        )
         plan = realigned(first.plan, first.graph, capture.graph)
         require_valid(plan, capture.graph, first.cluster)
         return capture, replace(first, graph=capture.graph, plan=plan)
