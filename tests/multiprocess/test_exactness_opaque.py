@@ -18,6 +18,7 @@ from heterodyne.loss_count import LossCount
 from heterodyne.plan.lower import lower
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.exact.verify import compare, one_device_gradients
+from heterodyne.runtime.recapture.variants import Capture
 from heterodyne.runtime.worker import Worker
 from multiprocess.opaque_models import WIDTH, Forces, graph_of, make
 from multiprocess.pool import Pool, World
@@ -56,6 +57,7 @@ def _worker(
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
         total_steps=3,
         compiled=None if backend is None else torch.compile(module, backend=backend),
+        again=lambda *_: Capture(graph=graph, loss_count=count, programs=None),
     )
 
 
