@@ -10,10 +10,10 @@ from random import Random
 import heterodyne as hd
 from life import dense, sequences
 from life.optimizers import OPTIMIZERS
-from life.script import SAMPLES, SCRIPT, Line
+from life.script import SAMPLES, SCRIPT, Line, number_of
 from life.subject import RUN_WHOLE, Change, Subject
 
-__all__ = ["KINDS", "SUBJECTS", "Life", "draw"]
+__all__ = ["KINDS", "OF_OPTIMIZER", "SUBJECTS", "Life", "changes_of", "draw"]
 
 SUBJECTS = {subject.name: subject for subject in (*dense.SUBJECTS, *sequences.SUBJECTS)}
 
@@ -54,28 +54,40 @@ SCHEDULER = Change(
     ("1.0", "0.7", "0.9"),
 )
 DECAY = _option("weight decay changed", "weight_decay", "0.0", "0.1", "0.01")
+MODES = "optimizer.eval(); note(trainer.evaluate(batch({}, seed=55))); optimizer.train()"
 OF_OPTIMIZER = {
-    "sgd": (_option("rate changed", "lr", "0.05", "0.02", "0.1"), SCHEDULER, DECAY, _option("momentum changed", "momentum", "0.9", "0.5", "0.0")),
-    "adamw": (_option("rate changed", "lr", "0.01", "0.003", "0.02"), SCHEDULER, DECAY, _option("betas changed", "betas", "(0.9, 0.999)", "(0.8, 0.95)")),
+    "sgd": (
+        _option("rate changed", "lr", "0.05", "0.02", "0.1"),
+        _option("momentum changed", "momentum", "0.9", "0.5", "0.0"),
+        SCHEDULER,
+        DECAY,
+    ),
+    "adamw": (
+        _option("rate changed", "lr", "0.01", "0.003", "0.02"),
+        _option("betas changed", "betas", "(0.9, 0.999)", "(0.8, 0.95)"),
+        SCHEDULER,
+        DECAY,
+    ),
     "adagrad": (_option("rate changed", "lr", "0.02", "0.01", "0.05"), SCHEDULER, DECAY),
     "schedule-free": (
         _option("rate changed", "lr", "0.05", "0.02"),
-        Change("optimizer with modes", ("eval", "mode"), "optimizer.eval(); note(trainer.evaluate(batch({}, seed=55))); optimizer.train()", SIZES),
+        Change("optimizer with modes", ("eval", "mode"), MODES, SIZES),
     ),
-}  # fmt: skip
+}
 NEEDS = {"hooks removed": "hook on a part", "state loaded back": "state kept"}
 """What only makes sense after another change."""
 FEWEST, MOST = 6, 20
 WHOLE_WEIGHTS = hasattr(hd.Distributed, "whole_weights")
 """Whether trainers have this method, which shows all weights under plans that cut the model."""
 
-KINDS = tuple(
-    dict.fromkeys(
-        change.kind
-        for changes in (OF_ALL, (PREDICT,), *OF_OPTIMIZER.values(), *(subject.changes for subject in SUBJECTS.values()))
-        for change in changes
-    )
-) + ("other shapes", "resumed under another plan", "on one rank alone")
+_OF_SUBJECTS = [change for subject in SUBJECTS.values() for change in subject.changes]
+_OF_OPTIMIZERS = [change for changes in OF_OPTIMIZER.values() for change in changes]
+KINDS = (
+    *dict.fromkeys(change.kind for change in (*OF_ALL, PREDICT, *_OF_OPTIMIZERS, *_OF_SUBJECTS)),
+    "other shapes",
+    "resumed under another plan",
+    "on one rank alone",
+)
 
 
 @dataclass(frozen=True)
@@ -103,7 +115,7 @@ class Life:
                     shape = "".join(f", {name}={value}" for name, value in line.shape)
                     text.append(f"trainer.step(batch({SAMPLES}, seed={line.step}{shape}))")
                     continue
-                text.append(f"# {SCRIPT}:{place + 1}: {line.kind}")
+                text.append(f"# {SCRIPT}:{number_of(place)}: {line.kind}")
                 indent = "" if line.rank is None else "    "
                 text += [f"if trainer.rank == {line.rank}:"] * bool(indent)
                 text += [indent + each for each in line.line.splitlines()]
@@ -122,7 +134,7 @@ def draw(
     able = [SUBJECTS[name] for name in subjects if _plans(SUBJECTS[name], plans)]
     subject = random.choice([one for one in able if any(c.kind in kinds for c in one.changes)] or able)
     optimizer = random.choice(sorted(OPTIMIZERS))
-    changes = [change for change in _of(subject, optimizer) if change.kind in kinds]
+    changes = [change for change in changes_of(subject, optimizer) if change.kind in kinds]
     steps = random.randint(FEWEST, MOST)
     plan = random.choice(_plans(subject, plans))
     if "on one rank alone" in kinds and plan in RUN_WHOLE and random.random() < 0.1:
@@ -147,7 +159,7 @@ def _plans(subject: Subject, wanted: Sequence[str]) -> list[str]:
     return [plan for plan in subject.plans if plan in wanted or not wanted]
 
 
-def _of(subject: Subject, optimizer: str) -> Iterator[Change]:
+def changes_of(subject: Subject, optimizer: str) -> Iterator[Change]:
     yield from subject.changes
     yield from (change for change in OF_ALL if change.kind != "average in whole_weights()" or WHOLE_WEIGHTS)
     yield from OF_OPTIMIZER[optimizer]
@@ -177,7 +189,7 @@ def _written(random: Random, change: Change, *, other: bool = False) -> str:
 
 
 def _with_one_alone(random: Random, subject: Subject, optimizer: str, plan: str, steps: int) -> Iterator[Line]:
-    alone = [change for change in _of(subject, optimizer) if change.alone]
+    alone = [change for change in changes_of(subject, optimizer) if change.alone]
     change, step = random.choice(alone), random.randint(1, steps - 1)
     rank = random.randrange(3 if plan == "data 3" else 2)
     line = Line(

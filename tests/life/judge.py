@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from life.draw import SUBJECTS, Life
-from life.script import SCRIPT, Line, Record
+from life.script import SCRIPT, Line, Record, number_of
 
 __all__ = ["FAILURES", "Outcome", "outcome_of"]
 
@@ -115,13 +115,15 @@ class _Course:
     def ended(self, what: str, told: str, blamed: tuple[str, ...] = ()) -> Outcome:
         """``blamed``: the changes at fault; (): the latest ones, of which those that only read come last."""
         if not blamed and what != "followed":
-            own = self.lines[-1:] if self.lines else []  # it is what has given the wrong value, if it reads
-            for lines in (self._since, self._last, own):
-                kinds = (line.kind for line in lines if line.kind not in ("step", *READING))
+            # A line that is no step has itself given or met what is wrong.
+            own = self.lines[-1:] if self.lines and self.lines[-1].line else []
+            for lines in (own, self._since, self._last):
+                kinds = (
+                    line.kind for line in lines if line.kind != "step" and (lines is own or line.kind not in READING)
+                )
                 blamed = blamed or tuple(dict.fromkeys(kinds))
-            blamed = blamed or tuple(line.kind for line in own)
         step = self.lines[-1].step if self.lines else 0
-        return Outcome(what=what, step=step, told=told, blamed=blamed, passed=self._passed)
+        return Outcome(what=what, step=step, told=told, blamed=blamed or ("nothing",), passed=self._passed)
 
 
 def _stopped(course: _Course, part: int, records: Sequence[Record]) -> Outcome:
@@ -142,8 +144,10 @@ def _stopped(course: _Course, part: int, records: Sequence[Record]) -> Outcome:
 def _names(life: Life, change: Line, part: int, told: str) -> bool:
     """Whether a refusal names this change: what was changed, or the line that did."""
     lines = life.parts[part][1]
-    if change in lines and change.line and f"{SCRIPT}:{lines.index(change) + 1}:" in told:
-        return True
+    if change.line and change in lines:
+        first = number_of(lines.index(change))
+        if any(f"{SCRIPT}:{first + n}:" in told for n, _ in enumerate(change.line.splitlines())):
+            return True
     names = change.names
     if "*" in names:
         names = tuple(name for name, _ in SUBJECTS[life.subject].made()[0].named_parameters())
@@ -177,8 +181,10 @@ def _worst(records: Sequence[Record], plain: Record, exact: Record) -> tuple[flo
             of = part.split()[0]
             wanted, outside = plain.end[of], exact.end.get(of, plain.end[of])
             whole = sum(_norm(tensor) ** 2 for tensor in wanted.values()) ** 0.5
-            # The state dict has no buffers that are not persistent.
-            names = found.keys() | wanted.keys() if part != "model" else found.keys() & wanted.keys()
+            # A state dict has no buffers that are not persistent, and optimizers keep states of weights that have left the model.
+            names = {"model": found.keys() & wanted.keys(), "optimizer": wanted.keys()}.get(
+                part, found.keys() | wanted.keys()
+            )
             for name in sorted(names):
                 error = _error(found.get(name), wanted.get(name), outside.get(name), whole)
                 if not error <= worst:

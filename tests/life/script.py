@@ -20,7 +20,7 @@ from heterodyne.model_output import loss_of
 from life.optimizers import OPTIMIZERS
 from life.subject import Batch, Subject
 
-__all__ = ["SAMPLES", "SCRIPT", "Line", "Plain", "Record", "played"]
+__all__ = ["SAMPLES", "SCRIPT", "Line", "Plain", "Record", "number_of", "played", "told"]
 
 SAMPLES = 7
 SCRIPT = "life.py"
@@ -58,7 +58,6 @@ class Plain:
 
     def __init__(self, subject: Subject, model: nn.Module, criterion: Any, optimizer: str) -> None:
         self._model, self._criterion = model, criterion
-        self._named = list(model.named_parameters())
         self.optimizer = OPTIMIZERS[optimizer](p for p in model.parameters() if p.requires_grad)
 
     def step(self, batch: Batch) -> SimpleNamespace:
@@ -103,13 +102,18 @@ class Plain:
         self.optimizer.load_state_dict(state["optimizer"])
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """By the name that the parameter had at first, and of the value."""
+        """Of what the model still has, by the name of the parameter and of the value."""
         return {
             f"{name} {key}": value.clone()
-            for name, parameter in self._named
+            for name, parameter in self._model.named_parameters()
             for key, value in self.optimizer.state.get(parameter, {}).items()
             if isinstance(value, Tensor) and value.dim()
         }
+
+
+def number_of(place: int) -> int:
+    """In the file that a script is as if it were, the first line of what stands at that place."""
+    return 10 * place + 1
 
 
 def _samples(batch: Batch) -> int:
@@ -148,7 +152,7 @@ def played(
                 call()
         elif line.rank is None or (line.rank == trainer.rank and not plain):
             # As if the script were a file, in which this is the line of that number.
-            exec(compile("\n" * place + line.line, SCRIPT, "exec"), sight)
+            exec(compile("\n" * (number_of(place) - 1) + line.line, SCRIPT, "exec"), sight)
         record.values.append(copy.deepcopy(noted))
 
 

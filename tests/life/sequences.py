@@ -40,7 +40,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.tokens.weight
-        self.ignored, self.z_loss, self.cap = -100, 0.0, None
+        self.z_loss, self.cap = 0.0, None
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         hidden = self.tokens(ids) + self.places.weight[: ids.shape[1]]
@@ -49,7 +49,7 @@ class GPT(nn.Module):
         logits = self.head(self.norm(hidden))
         if self.cap is not None:
             logits = self.cap * torch.tanh(logits / self.cap)
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=self.ignored)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         if self.z_loss > 0:
             loss = loss + self.z_loss * logits.logsumexp(-1).square().mean()
         return loss
@@ -63,10 +63,13 @@ class Tagger(nn.Module):
         self.tokens, self.block, self.head = nn.Embedding(VOCABULARY, WIDTH), Block(), nn.Linear(WIDTH, 4)
         self.register_buffer("class_weight", torch.ones(4))
         self.register_buffer("decay", torch.ones(1))
+        self.ignored = -100
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         hidden = self.block(self.tokens(ids) * self.decay, causal=False)
-        return F.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten(), weight=self.class_weight)
+        return F.cross_entropy(
+            self.head(hidden).flatten(0, 1), labels.flatten(), self.class_weight, ignore_index=self.ignored
+        )
 
 
 class Counted(nn.Module):
@@ -175,7 +178,6 @@ OF_TEXT = (
     number("blocks[0].residual", 1.0, 0.5, 0.0),
     number("z_loss", 0.0, 0.01, 0.1, kind="term added"),
     number("cap", None, 5.0, 1.0),
-    number("ignored", -100, 3, kind="criterion's number changed"),
 )
 BATCH_NORM = (
     Change("batch norm frozen or thawed", ("norm",), "model.norm.train({})", ("True", "False")),
@@ -225,6 +227,7 @@ SUBJECTS = (
                 ("[1., 1., 1., 1.]", "[0.5, 2., 1., 3.]"),
                 alone=True,
             ),
+            number("ignored", -100, 2, kind="criterion's number changed"),
             rebound("decay", "[1.]", "[0.5]", "[[2.]]"),
         ),
     ),
