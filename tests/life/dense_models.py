@@ -21,10 +21,12 @@ __all__ = [
     "Configured",
     "Deciding",
     "Dropping",
+    "Gated",
     "Masked",
     "OfClass",
     "OfContainers",
     "OfDataclass",
+    "Parted",
     "Regressor",
     "Scaled",
     "Siamese",
@@ -351,6 +353,37 @@ class Scaled(nn.Module):
     def forward(self, points: Tensor, labels: Tensor) -> Tensor:
         features = F.normalize(torch.tanh(self.tower(points)), dim=-1)
         return F.cross_entropy(self.logit_scale.exp() * features @ self.prototypes.T, labels)
+
+
+class Gated(Classifier):
+    """Two layers of which each sample takes a mixture, by a gate with noise or without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.sharpness, self.hooks = nn.Linear(12, 2), 1.0, []
+
+    def forward(self, points: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        found = self.act(self.first(points))
+        share = (self.sharpness * self.gate(found)).softmax(-1)
+        mixed = share[:, :1] * self.second(found) + share[:, 1:] * found
+        for hook in self.hooks:
+            mixed = hook(mixed)
+        return {"loss": F.cross_entropy(self.head(mixed), labels)}
+
+
+class Parted(nn.Module):
+    """Weights in a list, of which some rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps = nn.ParameterList(nn.Parameter(torch.randn(8, 8) / 3) for _ in range(3))
+        self.head, self.used = nn.Linear(8, CLASSES), [True, True, True]
+
+    def forward(self, points: Tensor, labels: Tensor) -> Tensor:
+        for weight, used in zip(self.maps, self.used, strict=True):
+            if used:
+                points = points + torch.tanh(points @ weight)
+        return F.cross_entropy(self.head(points), labels)
 
 
 class Regressor(nn.Sequential):

@@ -132,6 +132,43 @@ class Recommender(nn.Module):
         return loss + self.regularised * (mine.square() + other.square()).mean()
 
 
+class Recurrent(nn.Module):
+    """Goes over the sequence in Python; what it forgets is a plain tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.cell, self.head = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+            nn.Linear(WIDTH, 4),
+        )
+        self.forget = torch.tensor([0.5])
+
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor]:
+        seen = self.tokens(ids)
+        hidden = torch.zeros_like(seen[:, 0])
+        for place in range(ids.shape[1]):
+            new = torch.tanh(self.cell(torch.cat([hidden, seen[:, place]], -1)))
+            hidden = self.forget * hidden + (1 - self.forget) * new
+        return (F.cross_entropy(self.head(hidden), labels[:, 0]),)
+
+
+class Pooled(nn.Module):
+    """A bag of words with padding, whose loss is a margin of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.mix = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gains = nn.ParameterDict({"up": nn.Parameter(torch.ones(WIDTH)), "down": nn.Parameter(torch.zeros(WIDTH))})
+        self.padding, self.margin = 0, 1.0
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        kept = (ids != self.padding).to(self.mix.weight.dtype).unsqueeze(-1)
+        pooled = (self.tokens(ids) * kept).sum(1) / kept.sum(1).clamp(min=1)
+        scores = self.mix(pooled) * self.gains["up"] + self.gains["down"]
+        return F.multi_margin_loss(scores, labels[:, 0], margin=self.margin)
+
+
 def text(samples: int, length: int = LENGTH) -> Batch:
     ids = torch.randint(0, VOCABULARY, (samples, length))
     keep = torch.rand(samples, length) < torch.linspace(0.2, 0.9, samples)[:, None]
@@ -229,6 +266,30 @@ SUBJECTS = (
             ),
             number("ignored", -100, 2, kind="criterion's number changed"),
             rebound("decay", "[1.]", "[0.5]", "[[2.]]"),
+        ),
+    ),
+    Subject(
+        name="recurrent",
+        build=Recurrent,
+        batch=tagged,
+        shapes=({"length": 4}, {"length": 8}),
+        changes=(
+            *part("cell"),
+            *weight("head.weight"),
+            rebound("forget", "[0.5]", "[0.1]", "[[0.9]]", kind="plain tensor rebound"),
+            Change("plain tensor in place", ("forget",), "model.forget.fill_({})", ("0.5", "0.1", "0.9"), alone=True),
+        ),
+    ),
+    Subject(
+        name="bag of words",
+        build=Pooled,
+        batch=tagged,
+        shapes=({"length": 8},),
+        changes=(
+            *part("tokens"),
+            *weight("gains['up']"),
+            number("padding", 0, 1, -1),
+            number("margin", 1.0, 0.5, 2.0, kind="criterion's number changed"),
         ),
     ),
     Subject(
