@@ -21,8 +21,8 @@ ROUNDING = 4.0
 """Where plain PyTorch itself is further off in fp32, so many times what it is off is exact as well."""
 NOTHING = 1e-5
 """A tensor whose norm is below this part of all together is zero up to rounding: its error is one of all together."""
-READING = ("evaluate", "validate", "predict")
-"""Kinds of change that change nothing."""
+READING = ("evaluate", "validate", "predict", "state kept")
+"""Kinds that change nothing."""
 FAILURES = ("wrong", "nameless", "traceback", "hung", "void")
 
 
@@ -90,7 +90,7 @@ def outcome_of(
 class _Course:
     """How far a life was right, and what may be at fault for what follows.
 
-    What changes the result of a step shows in its loss; what changes only its update shows in the next one's.
+    What changes the result of a step shows in its loss; what changes only its update shows in the next one's, or later if it is small.
     """
 
     def __init__(self, life: Life) -> None:
@@ -117,11 +117,9 @@ class _Course:
         if not blamed and what != "followed":
             # A line that is no step has itself given or met what is wrong.
             own = self.lines[-1:] if self.lines and self.lines[-1].line else []
-            for lines in (own, self._since, self._last):
-                kinds = (
-                    line.kind for line in lines if line.kind != "step" and (lines is own or line.kind not in READING)
-                )
-                blamed = blamed or tuple(dict.fromkeys(kinds))
+            changes = [line for line in reversed(self.lines) if line.kind not in ("step", *READING)]
+            latest = [[line for line in changes if line in lines] for lines in (self._since, self._last)]
+            blamed = tuple(dict.fromkeys(line.kind for line in next(filter(None, (own, *latest, changes[:1])), ())))
         step = self.lines[-1].step if self.lines else 0
         return Outcome(what=what, step=step, told=told, blamed=blamed or ("nothing",), passed=self._passed)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -216,6 +218,7 @@ OF_TEXT = (
     number("z_loss", 0.0, 0.01, 0.1, kind="term added"),
     number("cap", None, 5.0, 1.0),
 )
+TIED = tuple(replace(change, names=("head.weight", "tokens.weight")) for change in weight("head.weight"))
 BATCH_NORM = (
     Change("batch norm frozen or thawed", ("norm",), "model.norm.train({})", ("True", "False")),
     Change(
@@ -245,7 +248,7 @@ SUBJECTS = (
         batch=text,
         by_sample=False,
         shapes=({"length": 9},),
-        changes=(*OF_TEXT, *weight("head.weight")),
+        changes=(*OF_TEXT, *TIED),
     ),
     Subject(
         name="tagger",
