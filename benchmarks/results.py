@@ -30,10 +30,12 @@ def arguments(
     names: tuple[str, tuple[str, ...]] | None = None,
     part: str | None = None,
     resumed: str | None = None,
+    drawn: tuple[str, int] | None = None,
 ) -> argparse.Namespace:
     """``--quick`` for a form of at most two minutes, ``--json FILE`` for a machine; ``--all``, if there is more than ten minutes hold;
     ``--cases 0-4``, if a ``part`` of the cases can be measured by itself;
     ``--keep FOLDER`` and ``--minutes M``, if what is ``resumed`` can be done in several calls;
+    ``--NAME N`` and ``--only K``, if N of what is ``drawn`` are, of which the K-th can be looked at by itself;
     ``--seed``, if something is drawn; an option such as ``--plans A,B`` with which of the names are wanted, by default all.
     """
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
@@ -53,6 +55,10 @@ def arguments(
         parser.add_argument(
             "--minutes", type=float, default=math.inf, help=f"after so many, begin no further {resumed}"
         )
+    if drawn is not None:
+        name, many = drawn
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"so many are drawn; {many} by default")
+        parser.add_argument("--only", type=int, metavar="K", help="only the K-th, from 0, with all that is known of it")
     if seed is not None:
         parser.add_argument("--seed", type=int, default=seed, help=f"what is drawn follows from it; {seed} by default")
     if names is not None:
