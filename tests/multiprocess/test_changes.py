@@ -80,6 +80,7 @@ class Task:
         return self.criterion(outputs, labels) * self.gain
 
 
+Call = Callable[[dict[str, Tensor]], float]
 Change = Callable[[Network, Any], None]
 
 
@@ -146,8 +147,8 @@ def module_of(loss: Any) -> tuple[nn.Module, Network]:
 
 
 def lived(
-    step: Callable[[dict[str, Tensor]], float],
-    evaluate: Callable[[dict[str, Tensor]], float],
+    step: Call,
+    evaluate: Call,
     model: Network,
     loss: Any,
     changes: Iterable[Change],

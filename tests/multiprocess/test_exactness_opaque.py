@@ -75,7 +75,7 @@ def errors_of(world: World, name: str, shares: Shares) -> tuple[float, list[str]
         placement=worker.placement,
         device=CPU,
         precision="fp32",
-        loss_count=worker._loss_count,
+        loss_count=worker.loss_count,
         seed=0,
     )
     if worker.plan.idle and world.rank == world.world_size - 1:

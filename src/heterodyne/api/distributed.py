@@ -184,7 +184,7 @@ class Distributed:
 
     def loss_weights(self, parts: Sequence[Mapping[str, Tensor]]) -> list[float]:
         """By what the losses of the parts of a batch are multiplied to be, together, the loss of the batch; each part by name."""
-        count, buffers = self._prepared.captured.loss_count, dict(self._worker.module.named_buffers())
+        count, buffers = self._worker.loss_count, dict(self._worker.module.named_buffers())
         own = [count.statistics(part, as_source(part, self.graph).size, buffers) for part in parts]
         whole = torch.stack(own).sum(0)
         return [count.weight(part, whole) for part in own]

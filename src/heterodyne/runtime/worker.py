@@ -372,11 +372,13 @@ class Worker:
         Ranks that are idle or without samples are given the values of one that trains first. Where devices are unlike, so that they may
         have drifted apart in the last bits, all ranks but one have copies of what that one holds.
         """
-        return {**self._model.state.whole(), **self._progress()}
+        with self._variants.writing():
+            return {**self._model.state.whole(), **self._progress()}
 
     def own_state(self) -> dict[str, Any]:
         """The part of `state_dict` that this rank answers for; all parts together are the whole. Collective."""
-        return {**self._model.state.own(), **self._progress()}
+        with self._variants.writing():
+            return {**self._model.state.own(), **self._progress()}
 
     def _progress(self) -> dict[str, Any]:
         scale = {} if self._model.scale is None else {"loss_scale": self._model.scale.state_dict()}
@@ -392,13 +394,15 @@ class Worker:
 
     def weights(self) -> dict[str, Any]:
         """The whole model's state dict on rank 0, nothing on the others. Collective."""
-        return self._model.state.weights()
+        with self._variants.writing():
+            return self._model.state.weights()
 
     def tensors(self, on: int | None = None) -> dict[str, Tensor]:
         """Every parameter and buffer by name, whole, on one rank or (None) on all. Collective. Tensors that are held here are the
         live ones.
         """
-        return self._model.state.tensors(on)
+        with self._variants.writing():
+            return self._model.state.tensors(on)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; a rank may leave out what it does not need. Raises CheckpointError."""
@@ -421,6 +425,11 @@ class Worker:
     def optimizer(self) -> torch.optim.Optimizer:
         """Of what this rank updates; it may be nothing."""
         return self._model.optimizer
+
+    @property
+    def loss_count(self) -> LossCount:
+        """How the losses of the parts of a batch made up that of the batch in the latest step."""
+        return self._variants.running.capture.loss_count
 
     @property
     def ownership(self) -> Ownership:

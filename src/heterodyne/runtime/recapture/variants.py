@@ -8,10 +8,11 @@ each sends a digest of what it has seen change, and a change on one rank alone e
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import is_
 from typing import Protocol, TypeAlias, TypeVar
 
 import torch
@@ -180,11 +181,26 @@ class Variants:
         self._numbers: dict[str, None] = {}  # attributes that have changed, in order
         self._in_a_row = 0  # steps for each of which the model was captured
         self._written: list[Change] = []  # weights, before the latest step
+        self._pending: dict[str, None] = {}  # weights that the script had written to when the runtime did
         self.leave()
+
+    @property
+    def running(self) -> Variant:
+        """What ran in the latest step."""
+        return self._training.variant
 
     def leave(self) -> None:
         """From here on, whatever writes to weights is the script."""
+        self._pending.clear()
         self._versions = [tensor._version for tensor in self._held_by_all.values()]
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """What writes to weights inside is the runtime: it brings ranks that do not train up to date."""
+        pending = dict.fromkeys(self._names_written())
+        yield
+        self.leave()
+        self._pending = pending
 
     def step(self, number: int) -> Step:
         """What the next step runs. Raises PlanError, on all ranks, for a change that cannot be followed."""
@@ -210,11 +226,16 @@ class Variants:
 
     def _look_at_writes(self) -> list[Change]:
         """Which weights, of those that all ranks hold, the script has written to since the last step."""
+        return [
+            Change(name=repr(n), before="as the last step left it", after="written to") for n in self._names_written()
+        ]
+
+    def _names_written(self) -> list[str]:
         now = [tensor._version for tensor in self._held_by_all.values()]
-        if now == self._versions:
+        if now == self._versions and not self._pending:
             return []
-        names = [n for n, left, new in zip(self._held_by_all, self._versions, now, strict=True) if left != new]
-        return [Change(name=repr(name), before="as the last step left it", after="written to") for name in names]
+        written = [n for n, left, new in zip(self._held_by_all, self._versions, now, strict=True) if left != new]
+        return sorted(self._pending.keys() | set(written))
 
     def evaluation(self) -> tuple[Variant, Mapping[str, Tensor]]:
         """What runs in evaluation, and the numbers that it is given; the module is in that mode. Raises PlanError as `step` does."""
@@ -251,7 +272,10 @@ class Variants:
         before, buffers, parameters = seen.read.state, seen.read.buffers, seen.read.parameters
         state = seen.read.take()
         rebound = {name: buffer for name, buffer in seen.read.buffers.items() if buffers.get(name) is not buffer}
-        if not rebound and parameters == seen.read.parameters and not before.changes(state):
+        same = parameters.keys() == seen.read.parameters.keys() and all(
+            map(is_, parameters.values(), seen.read.parameters.values())
+        )
+        if not rebound and same and not before.changes(state):
             return False  # other objects of the same values
         for name, buffer in rebound.items():
             if name not in self._rebound or self._rebound[name].held is not buffer:
