@@ -158,7 +158,8 @@ class RankModel:
         if isinstance(optimizer, OptimizerSection):
             undecayed = frozenset() if optimizer.decay_norms_and_biases else norms_and_biases(self._module)
             return make_optimizer(optimizer, self.masters.updated, undecayed=undecayed)
-        return optimizer_of(optimizer, self.masters.updated, self.parameters)
+        every = trainable_parameters(self._module, self._graph)
+        return optimizer_of(optimizer, self.masters.updated, self.parameters, every=every)
 
     def clipping(self, largest: float) -> Clipping:
         """Collective."""
