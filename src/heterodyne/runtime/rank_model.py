@@ -39,6 +39,7 @@ from heterodyne.runtime.weights.optimizer import (
     optimizer_of,
     state_by_name,
 )
+from heterodyne.runtime.weights.outside_moves import Left, OutsideMoves
 from heterodyne.runtime.weights.ownership import Ownership
 from heterodyne.runtime.weights.sharded_parameters import ShardedParameters
 from heterodyne.runtime.weights.trainable import require_none_unfrozen, trainable_parameters
@@ -54,6 +55,7 @@ class RankModel:
         parameters, buffers: those that this rank holds, by name; statistics: the buffers that the forward changes.
         sharded: where plans shard parameters; None: each is whole on this rank, or not there at all.
         scale: of the loss, where any rank computes in fp16.
+        moves: of the optimizer, outside of its step.
     """
 
     def __init__(
@@ -117,6 +119,9 @@ class RankModel:
             weights=self.masters if plan.zero > 1 else None,
             same_way=graph.opaque is None,
         )
+        gathered = [a.index for a in assignment.program.ranks[rank] if a.kind == "GATHER" and a.index is not None]
+        self.moves = OutsideMoves(self.masters, self.gradients, communicator, gathered)
+        self._asked = Left(self.masters.updated)
         self.state = WorkerState(
             module,
             self.optimizer,
@@ -188,6 +193,14 @@ class RankModel:
     def leave(self, *, look: bool) -> None:
         """The user may change what is there from here on. ``look``: whether the next step compares values."""
         self._watch.leave(look=look)
+        self.moves.leave()
+
+    def weights_moved(self) -> bool:
+        """Whether weights of any rank were changed since this was asked last. Collective."""
+        moved = torch.tensor([float(bool(self._asked.changed(values=True)))], dtype=torch.float64)
+        self._asked.leave()
+        self._communicator.control.all_reduce(moved).wait()
+        return bool(moved.item())
 
     def sample(self) -> Sample:
         """A few values of all that must be alike on the ranks that hold it, and train."""

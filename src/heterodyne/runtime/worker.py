@@ -177,6 +177,7 @@ class Worker:
             optimizer=held.optimizer,
             clipping=held.clipping(clip_grad_norm),
             control=communicator.control,
+            differ=held.moves.settle,
             recorder=self.recorder,
             watch=watch,
         )
@@ -191,13 +192,23 @@ class Worker:
         require_trained(self.graph)
         started_s = time.perf_counter()
         number = self.steps_done if step is None else step
-        work = self._work(batch, number)
+        moves = self._model.moves
+        if moves.marked:
+            moves.bring_together()
+        moved = moves.seen(values=is_looked_at(number) or self.device.type == "cpu")
+        work = self._work(batch, number, moved=moved)
         self._before = before = {name: buffer.clone() for name, buffer in self._model.statistics.items()}
         with self._told_of_memory(number), told_with_place(self.module, f"step {number + 1}"):
             if self._later is not None and is_looked_at(number) and self._role.micro_batches.samples:
                 look = self._later.require_padding if self.graph.opaque is None else self._later.require
                 look(work.source, self._role.spans(), number)
             loss = self._executor.run(work)
+            if work.stale:
+                moves.spread()
+                for name, value in before.items():
+                    self._model.statistics[name].copy_(value)
+                work = self._work(batch, number)
+                loss = self._executor.run(work)
         fault = self._model.fault(work, loss, before) if work.skipped else None
         scale = None if self._model.scale is None else self._model.scale.value
         overflow = work.skipped and scale is not None and scale > 1 and math.isfinite(loss)
@@ -268,6 +279,7 @@ class Worker:
 
         Idle ranks get the loss and no gradients. The gradients are views, good until the next call.
         """
+        self._model.moves.bring_together()
         loss = self._executor.run(self._work(batch, step), update=False)
         if not self._role.active:
             return loss, {}
@@ -288,6 +300,7 @@ class Worker:
         return (loss * count if count else 0.0), count
 
     def _evaluate(self, batch: GlobalBatchLike) -> tuple[float, float]:
+        self._model.moves.bring_together()
         source = self._batches.source(batch, "evaluation")
         if not source.size:
             raise DataError("the batch to evaluate has no samples: leave empty batches out")
@@ -310,10 +323,12 @@ class Worker:
         Ranks that are idle or without samples are given the values of one that trains first. Where devices are unlike, so that they may
         have drifted apart in the last bits, all ranks but one have copies of what that one holds.
         """
+        self._model.moves.bring_together()
         return {**self._model.state.whole(), **self._progress()}
 
     def own_state(self) -> dict[str, Any]:
         """The part of `state_dict` that this rank answers for; all parts together are the whole. Collective."""
+        self._model.moves.bring_together()
         return {**self._model.state.own(), **self._progress()}
 
     def _progress(self) -> dict[str, Any]:
@@ -321,7 +336,8 @@ class Worker:
         return {"step": self.steps_done, **scale}
 
     def sample(self) -> Sample:
-        """A few values of the weights and buffers that other ranks must have alike."""
+        """A few values of the weights and buffers that other ranks must have alike. Collective."""
+        self._model.moves.bring_together()
         return self._model.sample()
 
     def needs(self, keys: Sequence[str]) -> bool:
@@ -330,13 +346,19 @@ class Worker:
 
     def weights(self) -> dict[str, Any]:
         """The whole model's state dict on rank 0, nothing on the others. Collective."""
+        self._model.moves.bring_together()
         return self._model.state.weights()
 
     def tensors(self, on: int | None = None) -> dict[str, Tensor]:
         """Every parameter and buffer by name, whole, on one rank or (None) on all. Collective. Tensors that are held here are the
         live ones.
         """
+        self._model.moves.bring_together()
         return self._model.state.tensors(on)
+
+    def weights_moved(self) -> bool:
+        """Whether weights were changed since this was asked last, by a step or by anything else. Collective."""
+        return self._model.weights_moved()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; a rank may leave out what it does not need. Raises CheckpointError."""
@@ -384,11 +406,13 @@ class Worker:
         """Bytes that are resident in this process, but belong to other ranks."""
         return self._communicator.borrowed_bytes
 
-    def _work(self, batch: GlobalBatchLike, number: int) -> Step:
+    def _work(self, batch: GlobalBatchLike, number: int, *, moved: bool = False) -> Step:
         self._model.require_as_left()
         if self._values is not None:
             self._values.require_unchanged()
-        return self._batches.step(batch, number)
+        work = self._batches.step(batch, number)
+        work.moved = moved
+        return work
 
     @property
     def _role(self) -> RankRole:
