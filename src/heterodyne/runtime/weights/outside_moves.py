@@ -50,9 +50,8 @@ class Left:
         written = [a != b for a, b in zip(now, self._counted, strict=True)]
         if not same_values:
             before = torch.split(self._values, [view.numel() for view in self._views])
-            written = [
-                w or not torch.equal(*of) for w, of in zip(written, zip(self._views, before, strict=True), strict=True)
-            ]
+            other = [bool((a != b).any()) for a, b in zip(self._views, before, strict=True)]  # dtypes may differ
+            written = [a or b for a, b in zip(written, other, strict=True)]
         return [name for name, of in zip(self._tensors, written, strict=True) if of]
 
 
