@@ -303,6 +303,19 @@ def test_an_optimizer_that_needs_whole_weights_refuses_a_split() -> None:
         hd.distribute(classifier(), batch_of(4), loss=F.cross_entropy, optimizer=torch.optim.Adafactor, plan="split")
 
 
+def test_an_optimizer_that_could_not_be_tried_is_told_as_that() -> None:
+    model = classifier()
+    why = r"could not be tried \(on small weights it fails: ValueError: it is made of other parameters.*is not known"
+    with pytest.raises(HeterodyneError, match=f"(?s){why}.*of the parameters that it is given"):
+        hd.distribute(
+            model,
+            batch_of(4),
+            loss=F.cross_entropy,
+            optimizer=lambda _: torch.optim.SGD(model.parameters(), lr=0.1),
+            plan="pipeline",
+        )
+
+
 def test_the_random_numbers_of_the_script_stay_what_they_are() -> None:
     """The order in which a loader shuffles is drawn after this call, on each rank."""
     model = classifier()

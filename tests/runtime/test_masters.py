@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from heterodyne.runtime.weights.masters import MasterWeights
 from heterodyne.runtime.weights.optimizer import optimizer_of
+from heterodyne.runtime.weights.outside_moves import Left
 
 STEPS = 3
 Parameters = dict[str, nn.Parameter]
@@ -92,4 +93,24 @@ def test_masters_keep_their_bits_unless_the_user_changes_the_weight() -> None:
     parameters["a"].grad = torch.zeros(2)
     masters.step(optimizer)
     assert masters.masters["a"].tolist() == [3.0, 3.0]
+    masters.close()
+
+
+def test_a_master_that_is_moved_outside_of_a_step_is_given_to_the_model() -> None:
+    parameters = {"a": nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.bfloat16))}
+    masters = MasterWeights(parameters)
+    left, optimizer = Left(masters.apart), torch.optim.SGD(masters.updated.values(), lr=1.0)
+    masters.updated["a"].data.add_(1 + 2.0**-10)  # nothing counts it
+    assert left.changed(values=False) == []
+    assert left.changed(values=True) == ["a"]
+    assert masters.give(["a"]) is None
+    assert parameters["a"].tolist() == [2.0, 3.0]
+    parameters["a"].grad = torch.zeros(2)
+    masters.step(optimizer)
+    assert masters.masters["a"].tolist() == [2 + 2.0**-10, 3 + 2.0**-10], "its bits are kept"
+    masters.settled()
+    with torch.no_grad():
+        parameters["a"].fill_(5.0)
+        masters.updated["a"].fill_(7.0)
+    assert "has moved 'a' outside of its step, and the script has written to it" in str(masters.give(["a"]))
     masters.close()

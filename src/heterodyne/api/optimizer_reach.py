@@ -24,6 +24,7 @@ _WORDS: Mapping[Reach, str] = {
     "weight": "needs whole weights, so plans that split layers are left out",
     "model": "needs all weights in one place, so that only data parallelism without sharded state is exact",
 }
+_UNKNOWN = "so it is not known whether it can update parts of weights by themselves: only data parallelism without sharded state is left"
 _CUTS: Mapping[Reach, tuple[str, ...]] = {
     "element": (),
     "weight": ("split",),
@@ -33,16 +34,28 @@ _CUTS: Mapping[Reach, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerReach:
-    """What the update of an element may depend on, in the optimizer called ``name``, which the user's ``line`` asks for."""
+    """What the update of an element may depend on, in the optimizer called ``name``, which the user's ``line`` asks for.
+
+    ``untried``: why it could not be tried; "" if it was.
+    """
 
     reach: Reach = "element"
     name: str = "the optimizer"
     line: str = ""
+    untried: str = ""
+
+    @property
+    def words(self) -> str:
+        """What it needs, as a sentence; "" if it goes with every plan."""
+        if self.untried:
+            return f"{self.name} could not be tried ({self.untried}), {_UNKNOWN}"
+        return f"{self.name} {_WORDS[self.reach]}" if _WORDS[self.reach] else ""
 
     def refusal(self, of: str) -> PlanError:
-        """``of``: a plan or strategy that shards what this optimizer must see at once."""
+        """Return what to raise for a plan or strategy (``of``) that shards what this optimizer must see at once."""
         place = f"{self.line}\n" if self.line else ""
-        return PlanError(f"{place}{of} does not go with this optimizer: {self.name} {_WORDS[self.reach]}; {_REMEDY}")
+        remedy = _TRIABLE if self.untried else _REMEDY
+        return PlanError(f"{place}{of} does not go with this optimizer: {self.words}; {remedy}")
 
 
 def reach_of_section(section: OptimizerSection) -> OptimizerReach:
@@ -54,10 +67,11 @@ def reach_everywhere(
     session: Session, factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter]
 ) -> OptimizerReach:
     """The reach of an optimizer, tried on every rank and said once. Collective. Raises HeterodyneError for one that no plan can step."""
-    reach, name = session.together(lambda: reach_of(factory, parameters))
-    if reach != "element":
-        session.say(f"{name} {_WORDS[reach]}")
-    return OptimizerReach(reach=reach, name=name, line=line_now())
+    reach, name, untried = session.together(lambda: reach_of(factory, parameters))
+    found = OptimizerReach(reach=reach, name=name, line=line_now(), untried=untried)
+    if found.words:
+        session.say(found.words)
+    return found
 
 
 def strategy_within_reach(needed: OptimizerReach, strategy: Strategy, graph: ModelGraph) -> Strategy:
@@ -84,3 +98,7 @@ def require_within_reach(needed: OptimizerReach, plan: Plan) -> None:
 
 
 _REMEDY = "take AdamW, SGD or another optimizer that updates each element by itself, or leave that strategy out"
+_TRIABLE = (
+    "let optimizer= make it of the parameters that it is given, whatever their sizes, without looking at the model itself (names come with "
+    "a first argument called named_parameters), or leave that strategy out"
+)

@@ -67,6 +67,8 @@ class Step:
         grad_norm: filled by CLIP.
         agreed: whether all ranks run the same model; asked before the update, which is left out if not.
         skipped: filled by STEP: nothing was updated, since loss or norm is not finite, or ranks run different models.
+        moved: the optimizer has moved weights of this rank since the last step, of which others may hold a copy.
+        stale: filled by STEP: they do, so that the gradients are those of a mixture, and nothing was updated.
     """
 
     number: int
@@ -82,6 +84,8 @@ class Step:
     grad_norm: Tensor | None = None
     agreed: Callable[[], bool] = lambda: True
     skipped: bool = False
+    moved: bool = False
+    stale: bool = False
 
 
 class Executor:
@@ -96,6 +100,7 @@ class Executor:
         clipping: what CLIP does.
         sharded: the parameters of which it keeps a part; None: it keeps all.
         scale: of the loss; None: it is not scaled.
+        differ: tells, for all ranks together, whether any of them hold other values of one weight; asked where one has `moved` any.
         control: joins all ranks; carries the loss.
         recorder: notes what happens when.
         watch: is informed before each action and each wait; None: nobody watches.
@@ -112,6 +117,7 @@ class Executor:
         optimizer: torch.optim.Optimizer,
         clipping: Clipping,
         control: ProcessGroup,
+        differ: Callable[[], bool],
         sharded: ShardedParameters | None = None,
         scale: LossScale | None = None,
         recorder: Recorder,
@@ -129,6 +135,7 @@ class Executor:
         self._optimizer = optimizer
         self._clipping = clipping
         self._control = control
+        self._differ = differ
         self._sharded = sharded
         self._scale = scale
         self._scaled = False
@@ -167,23 +174,31 @@ class Executor:
             if action.kind == "STEP" and update:
                 self._wait_for_gradients()
                 sent.wait()
-                known.append(known_loss(loss[:2]))
-                step.skipped = not _finite(known[0], step.grad_norm) or not step.agreed()
-            if action.kind not in _UPDATE or (update and not step.skipped):
+                known.append(self._known(loss, step))
+                step.skipped = not step.stale and not (_finite(known[0], step.grad_norm) and step.agreed())
+            if action.kind not in _UPDATE or (update and not step.skipped and not step.stale):
                 self._do(action, step)
+        if not known:  # no gradients here, so no STEP
+            sent.wait()
+            known.append(self._known(loss, step))
         told = self._tell(step) if update and self._tells else None
         self._wait_for_gradients()
         self._gradients.wait_gathered()
-        if update and not step.skipped:
+        if update and not step.skipped and not step.stale:
             self._weights.settled()
         if step.parts.transfers is not None:
             step.parts.transfers.settle()
-        sent.wait()
         if told is not None:
             told()
         self._turn(BETWEEN_STEPS)
         self._recorder.end(step.number)
-        return known[0] if known else known_loss(loss[:2])
+        return known[0]
+
+    def _known(self, loss: Tensor, step: Step) -> float:
+        """The loss of the global batch, as it has come; on the way, whether the weights were the same on all ranks."""
+        found = known_loss(loss[:2])
+        step.stale = bool(loss[3].item()) and self._differ()
+        return found
 
     def _tell(self, step: Step) -> Callable[[], None]:
         """Let idle ranks know whether the step was skipped; to be called when the step ends."""
@@ -293,11 +308,14 @@ class Executor:
             self._watch.progress(state)
 
     def _send_loss(self, step: Step) -> tuple[Tensor, Work]:
-        """Start to add up over all ranks, float64 on the host: see `weighted_sum`, and how many have gradients of other parameters."""
+        """Start to add up over all ranks, float64 on the host: what `weighted_sum` gives, how many ranks have gradients of other parameters,
+        and how many have moved weights outside of a step.
+        """
         self._turn("reading the losses")
         values = torch.stack(list(step.losses.values())).tolist() if step.losses else []  # as wide as Python's numbers
         weights = [step.weights.of(index) for index in step.losses]
-        loss = torch.tensor([*weighted_sum(weights, values), self._gradients.differs], dtype=torch.float64)
+        others = float(self._gradients.differs), float(step.moved)
+        loss = torch.tensor([*weighted_sum(weights, values), *others], dtype=torch.float64)
         return loss, self._control.all_reduce(loss)
 
     def _update(self, learning_rate: float | None) -> None:

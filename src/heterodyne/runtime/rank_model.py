@@ -40,6 +40,7 @@ from heterodyne.runtime.weights.optimizer import (
     optimizer_of,
     state_by_name,
 )
+from heterodyne.runtime.weights.outside_moves import Left, OutsideMoves
 from heterodyne.runtime.weights.ownership import Ownership
 from heterodyne.runtime.weights.sharded_parameters import ShardedParameters
 from heterodyne.runtime.weights.trainable import require_none_unfrozen, trainable_parameters
@@ -56,6 +57,7 @@ class RankModel:
         cut: any rank runs pieces of the graph, which go the same way in each step.
         sharded: where plans shard parameters; None: each is whole on this rank, or not there at all.
         scale: of the loss, where any rank computes in fp16.
+        moves: of the optimizer, outside of its step.
     """
 
     @undone_if_refused
@@ -122,6 +124,9 @@ class RankModel:
             same_way=cut,
         )
         self._closing.callback(self.gradients.close)
+        gathered = [a.index for a in assignment.program.ranks[rank] if a.kind == "GATHER" and a.index is not None]
+        self.moves = OutsideMoves(self.masters, self.gradients, communicator, gathered)
+        self._asked = Left(self.masters.updated)
         self.state = WorkerState(
             module,
             self.optimizer,
@@ -163,7 +168,8 @@ class RankModel:
         if isinstance(optimizer, OptimizerSection):
             undecayed = frozenset() if optimizer.decay_norms_and_biases else norms_and_biases(self._module)
             return make_optimizer(optimizer, self.masters.updated, undecayed=undecayed)
-        return optimizer_of(optimizer, self.masters.updated, self.parameters)
+        every = trainable_parameters(self._module, self._graph)
+        return optimizer_of(optimizer, self.masters.updated, self.parameters, every=every)
 
     def clipping(self, largest: float) -> Clipping:
         """Collective."""
@@ -212,6 +218,14 @@ class RankModel:
     def leave(self, *, look: bool) -> None:
         """The user may change what is there from here on. ``look``: whether the next step compares values."""
         self._watch.leave(look=look)
+        self.moves.leave()
+
+    def weights_moved(self) -> bool:
+        """Whether weights of any rank were changed since this was asked last. Collective."""
+        moved = torch.tensor([float(bool(self._asked.changed(values=True)))], dtype=torch.float64)
+        self._asked.leave()
+        self._communicator.control.all_reduce(moved).wait()
+        return bool(moved.item())
 
     def sample(self) -> Sample:
         """A few values of all that must be alike on the ranks that hold it, and train."""

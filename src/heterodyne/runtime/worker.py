@@ -216,6 +216,7 @@ class Worker:
             optimizer=held.optimizer,
             clipping=held.clipping(clip_grad_norm),
             control=communicator.control,
+            differ=held.moves.settle,
             recorder=self.recorder,
             watch=watch,
         )
@@ -233,13 +234,24 @@ class Worker:
         now = self._variants.step(number)
         graph = now.variant.capture.graph
         require_trained(graph)
-        work = self._work(batch, number, now)
+        moves = self._model.moves
+        with self._variants.writing():
+            if moves.marked:
+                moves.bring_together()
+            moved = moves.seen(values=is_looked_at(number) or self.device.type == "cpu")
+        work = self._work(batch, number, now, moved=moved)
         self._before = before = {name: buffer.clone() for name, buffer in self._model.statistics(graph).items()}
         with self._told_of_memory(number), told_with_place(self.module, f"step {number + 1}"):
             self._look_at_parts(work, now)
             loss = self._executor.run(work)
-        if not now.agreed():
-            raise self._variants.disagreement()
+            if not now.agreed():
+                raise self._variants.disagreement()
+            if work.stale:
+                moves.spread()
+                for name, value in before.items():
+                    self._model.buffers[name].copy_(value)
+                work = self._work(batch, number, now)
+                loss = self._executor.run(work)
         fault = self._model.fault(work, loss, before) if work.skipped else None
         scale = None if self._model.scale is None else self._model.scale.value
         overflow = work.skipped and scale is not None and scale > 1 and math.isfinite(loss)
@@ -323,6 +335,7 @@ class Worker:
         Idle ranks get the loss and no gradients. The gradients are views, good until the next call.
         """
         self._model.require_as_left()
+        self._model.moves.bring_together()
         now = self._variants.step(step)
         loss = self._executor.run(self._work(batch, step, now), update=False)
         if not now.agreed():
@@ -346,6 +359,8 @@ class Worker:
         return (loss * count if count else 0.0), count
 
     def _evaluate(self, batch: GlobalBatchLike) -> tuple[float, float]:
+        with self._variants.writing():
+            self._model.moves.bring_together()
         with eval_mode(self.module):
             variant, numbers = self._variants.evaluation()
             batches = variant.batches
@@ -373,11 +388,13 @@ class Worker:
         have drifted apart in the last bits, all ranks but one have copies of what that one holds.
         """
         with self._variants.writing():
+            self._model.moves.bring_together()
             return {**self._model.state.whole(), **self._progress()}
 
     def own_state(self) -> dict[str, Any]:
         """The part of `state_dict` that this rank answers for; all parts together are the whole. Collective."""
         with self._variants.writing():
+            self._model.moves.bring_together()
             return {**self._model.state.own(), **self._progress()}
 
     def _progress(self) -> dict[str, Any]:
@@ -385,7 +402,8 @@ class Worker:
         return {"step": self.steps_done, **scale}
 
     def sample(self) -> Sample:
-        """A few values of the weights and buffers that other ranks must have alike."""
+        """A few values of the weights and buffers that other ranks must have alike. Collective."""
+        self._model.moves.bring_together()
         return self._model.sample()
 
     def needs(self, keys: Sequence[str]) -> bool:
@@ -395,6 +413,7 @@ class Worker:
     def weights(self) -> dict[str, Any]:
         """The whole model's state dict on rank 0, nothing on the others. Collective."""
         with self._variants.writing():
+            self._model.moves.bring_together()
             return self._model.state.weights()
 
     def tensors(self, on: int | None = None) -> dict[str, Tensor]:
@@ -402,7 +421,12 @@ class Worker:
         live ones.
         """
         with self._variants.writing():
+            self._model.moves.bring_together()
             return self._model.state.tensors(on)
+
+    def weights_moved(self) -> bool:
+        """Whether weights were changed since this was asked last, by a step or by anything else. Collective."""
+        return self._model.weights_moved()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; a rank may leave out what it does not need. Raises CheckpointError."""
@@ -450,9 +474,9 @@ class Worker:
         """Bytes that are resident in this process, but belong to other ranks."""
         return self._communicator.borrowed_bytes
 
-    def _work(self, batch: GlobalBatchLike, number: int, now: StepOfVariant) -> Step:
+    def _work(self, batch: GlobalBatchLike, number: int, now: StepOfVariant, *, moved: bool = False) -> Step:
         work = now.variant.batches.step(batch, number, now.numbers)
-        work.agreed = now.agreed
+        work.agreed, work.moved = now.agreed, moved
         return work
 
     @property

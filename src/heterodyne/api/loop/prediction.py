@@ -124,8 +124,9 @@ class Predictor:
         return [span for span in place.spans_of(first, sizes) if span[1]]
 
     def _weights(self) -> dict[str, Tensor]:
-        """All parameters and buffers on rank 0, on the host; kept until the next step. Collective."""
-        if self._gathered is None or self._gathered[0] != self._worker.steps_done:
+        """All parameters and buffers on rank 0, on the host; kept until the next step, or another change of weights. Collective."""
+        moved = self._worker.weights_moved()
+        if moved or self._gathered is None or self._gathered[0] != self._worker.steps_done:
             if not self._said:
                 self._say(
                     "the plan cuts the model: its weights are brought together, and rank 0 runs it on the host for outputs"

@@ -16,7 +16,7 @@ from torch import Tensor
 from heterodyne.errors import PlanError
 from heterodyne.plan.boxes import Box
 
-__all__ = ["Sample", "WeightWatch", "require_alike", "sample_of"]
+__all__ = ["Sample", "WeightWatch", "byte_sum", "require_alike", "sample_of"]
 
 Sample: TypeAlias = Mapping[tuple[str, Box], tuple[float, ...]]
 """Of each tensor, or box of it, that a rank holds, a few values spread over it, behind the error that they may have."""
@@ -76,7 +76,7 @@ class WeightWatch:
         """What changes them from here on is the user. ``look``: their values are compared too, which ``.data`` keeps from being counted."""
         held = {**self._parts, **(self._copies if look else {})}
         self._left = {name: _counted(tensor) for name, tensor in held.items()}
-        self._bits = {name: _bits(tensor) for name, tensor in held.items()} if look else {}
+        self._bits = {name: byte_sum(tensor) for name, tensor in held.items()} if look else {}
 
     def require_as_left(self) -> None:
         """Raises PlanError for one that was changed. Where values are compared, the host waits for the device once."""
@@ -104,8 +104,8 @@ def _counted(tensor: Tensor) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def _bits(tensor: Tensor) -> Tensor:
-    """The sum of all bytes, which nobody reads yet."""
+def byte_sum(tensor: Tensor) -> Tensor:
+    """Return the sum of all bytes of a tensor, which the host does not wait for."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64)
 
 
@@ -113,5 +113,5 @@ def _others(before: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> list[st
     """Those with another sum now."""
     if not held:
         return []
-    unlike = torch.stack([before[name] != _bits(tensor) for name, tensor in held.items()])
+    unlike = torch.stack([before[name] != byte_sum(tensor) for name, tensor in held.items()])
     return [name for name, other in zip(held, unlike.tolist(), strict=True) if other]

@@ -14,7 +14,7 @@ from the first gradient of its bucket until it is reduced; then the own range is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from heterodyne.plan.state_shards import Range
 from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.comm.work import Work
 from heterodyne.runtime.records.recorder import Recorder
+from heterodyne.runtime.weights.between_steps import byte_sum
 from heterodyne.runtime.weights.flat_bucket import Entry, FlatBucket, size_of, view_of
 from heterodyne.runtime.weights.masters import MasterWeights
 
@@ -174,6 +175,13 @@ class GradientBuckets:
         pending = process_group.all_gather_ranges(carried, ranges, timed=timed)
         self._recorder.collective(Action(0, "GATHER", bucket.number), started, pending)
         self._gathering.append((bucket, pending))
+
+    def byte_sums(self, numbers: Collection[int]) -> dict[int, int]:
+        """Return the sum of the bytes of the weights of these buckets, by number, as this rank has them."""
+        buckets = [bucket for bucket in self._buckets if bucket.number in numbers]
+        sums = [torch.stack([byte_sum(entry.parameter) for entry in bucket.entries]).sum() for bucket in buckets]
+        values = torch.stack(sums).tolist() if sums else []
+        return {bucket.number: value for bucket, value in zip(buckets, values, strict=True)}
 
     @torch.no_grad()
     def wait_gathered(self) -> None:

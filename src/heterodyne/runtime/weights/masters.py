@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from heterodyne.errors import PlanError
 from heterodyne.plan.state_shards import Range
 from heterodyne.runtime.stages import host_link
 
@@ -69,6 +70,8 @@ class MasterWeights:
         for name in self._narrow:
             parameters[name].grad = None
             parameters[name].grad_dtype = torch.float32
+        # Of what shares the memory of a weight, or of a shard of it.
+        self._places = {name: made.data_ptr() for name, made in self.apart.items() if name not in self._masters}
         self.settled()
 
     def _made(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
@@ -117,6 +120,11 @@ class MasterWeights:
         return self._parameters.keys()
 
     @property
+    def apart(self) -> Mapping[str, nn.Parameter]:
+        """Of what is updated, all but the parameters themselves."""
+        return {name: made for name, made in self.updated.items() if made is not self._parameters[name]}
+
+    @property
     def masters(self) -> Mapping[str, nn.Parameter]:
         """Of the parameters in 16 bits."""
         return {name: master for name, master in self._masters.items() if name in self._narrow}
@@ -152,6 +160,10 @@ class MasterWeights:
         self._hand_over(apart)
         with _laid_out_alike(self.updated.values()):
             optimizer.step()
+        for name in [name for name in self._places if self._is_elsewhere(name)]:
+            if name in self._shards:
+                raise PlanError(_replaced(name))
+            self._part(name)
         for made in apart.values():
             made.grad = None
         self.round()
@@ -172,8 +184,7 @@ class MasterWeights:
 
     def settled(self) -> None:
         """What the model has now is what the masters have; what changes it from here on is the user."""
-        apart = [name for name, made in self.updated.items() if made is not self._parameters[name]]
-        held = {name: self._parameters[name] for name in apart if name not in self._shards}
+        held = {name: self._parameters[name] for name in self.apart if name not in self._shards}
         self._versions = {name: p._version for name, p in held.items() if name in self._masters}
         self._memory = {name: p.data for name, p in held.items()}
         kept = [name for name in self._masters if name in self._shards and self._parameters[name].numel() == 1]
@@ -190,15 +201,69 @@ class MasterWeights:
         values go to the memory that is updated. So does what was written to a shard, if that is a single element."""
         for name, memory in self._memory.items():
             parameter = self._parameters[name]
-            moved = parameter.data_ptr() != memory.data_ptr() or parameter.stride() != memory.stride()
-            if moved:
+            if self._is_replaced(name):
                 memory.copy_(parameter)
                 parameter.data = memory
-            if name in self._masters and (moved or parameter._version != self._versions[name]):
+            elif name not in self._masters or parameter._version == self._versions[name]:
+                continue
+            if name in self._masters:
                 self._masters[name].copy_(self._own_weight(name))
         for name, left in self._single.items():
             if not torch.equal(left, self._shards[name]):
                 self._masters[name].copy_(self._own_weight(name))
+
+    def _is_replaced(self, name: str) -> bool:
+        """Whether the user has put other memory in the place of a weight's."""
+        parameter, memory = self._parameters[name], self._memory[name]
+        return parameter.data_ptr() != memory.data_ptr() or parameter.stride() != memory.stride()
+
+    def _is_written(self, name: str) -> bool:
+        """Whether the user has given a weight, of which what is updated is a copy, values that were not taken over yet."""
+        return name in self._versions and (
+            self._is_replaced(name) or self._parameters[name]._version != self._versions[name]
+        )
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """What the block writes into the model comes from what is updated, so that it is not taken over as a change of the user's."""
+        written = {name for name in self._versions if self._is_written(name)}
+        yield
+        self._versions = {n: -1 if n in written else self._parameters[n]._version for n in self._versions}
+
+    @torch.no_grad()
+    def give(self, moved: Iterable[str]) -> str | None:
+        """Give the model what was moved outside of a step. Returns why one of them cannot be; None if all can."""
+        fault = None
+        with self.writing():
+            for name in moved:
+                if self._is_replaced_in_shard(name):
+                    fault = _replaced(name)
+                elif self._is_written(name):
+                    fault = _written_twice(name)
+                else:
+                    self._part(name)
+                    if name in self._masters:
+                        self._give(name, self._masters[name])
+        return fault
+
+    def _is_elsewhere(self, name: str) -> bool:
+        """Whether the optimizer has put other memory in the place of what shared that of a weight."""
+        return name in self._places and self.updated[name].data_ptr() != self._places[name]
+
+    def _is_replaced_in_shard(self, name: str) -> bool:
+        return name in self._shards and self._is_elsewhere(name)
+
+    def _part(self, name: str) -> None:
+        """The weight gets memory of its own where the optimizer has put other memory in its place: it may swap the old one back."""
+        if not self._is_elsewhere(name):
+            return
+        parameter, fresh = self._parameters[name], self._memory[name].clone()
+        if not self._is_replaced(name):
+            parameter.data = fresh
+        self._memory[name] = fresh
+        self._masters[name] = self.updated[name]
+        self._versions[name] = parameter._version
+        del self._places[name]
 
     @torch.no_grad()
     def round(self) -> None:
@@ -260,6 +325,21 @@ class MasterWeights:
             parameter = self._parameters[name]
             parameter.grad = None
             parameter.grad_dtype = parameter.dtype
+
+
+def _replaced(name: str) -> str:
+    return (
+        f"the optimizer has put another tensor in the place of {name!r} ('p.data = ...'), of which each device keeps a part under this "
+        "plan ('zero': 3). Let it copy the values in place (p.copy_()), or write 'zero': 2"
+    )
+
+
+def _written_twice(name: str) -> str:
+    return (
+        f"between two calls of the trainer the optimizer has moved {name!r} outside of its step, and the script has written to it. This "
+        "plan updates a copy of that weight (in fp32, or in the memory of the host), so it is not known which came last. Call "
+        "trainer.evaluate() or validate() between the two, or keep the weights in fp32 and on the device"
+    )
 
 
 @contextmanager

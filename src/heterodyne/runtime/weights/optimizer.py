@@ -113,16 +113,33 @@ def optimizer_of(
     factory: OptimizerFactory,
     parameters: Mapping[str, nn.Parameter],
     originals: Mapping[str, nn.Parameter] | None = None,
+    *,
+    every: Mapping[str, nn.Parameter] | None = None,
 ) -> torch.optim.Optimizer:
     """What the factory makes of the parameters of this rank.
 
     ``originals``: those of the model, where ``parameters`` may be shards or copies of them; groups are as the factory makes them of these.
+    ``every``: all that the model has, on the meta device where other ranks hold them. A factory that fails on those of this rank alone,
+    since it asks for some by name, makes its groups of these.
 
     A rank that holds none has it made of an empty tensor, which is then taken out: so it has the same groups, for schedulers.
     Raises HeterodyneError if that is no optimizer.
     """
     held = dict(parameters) or {"none.weight": nn.Parameter(torch.empty(0, 0))}
-    optimizer = _made(factory, held)
+    try:
+        optimizer = _made(factory, held)
+    except Exception:
+        if every is None or len(every) <= len(parameters):
+            raise
+        optimizer = _made(factory, every)
+        if any(every[name] is not own and every[name] in optimizer.state for name, own in parameters.items()):
+            raise  # its state is of other shapes already
+        grouped_as(optimizer, optimizer, parameters, every)
+        for other in [
+            p for p in optimizer.state if isinstance(p, Tensor) and all(p is not o for o in parameters.values())
+        ]:
+            del optimizer.state[other]
+        return optimizer
     missing = [name for name in ("param_groups", "state", "step", "zero_grad") if not hasattr(optimizer, name)]
     if missing:
         raise HeterodyneError(

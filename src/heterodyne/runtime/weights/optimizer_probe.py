@@ -11,15 +11,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import prod
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from heterodyne.errors import HeterodyneError
+from heterodyne.runtime.checkpoint.random_state import unchanged_random_state
 from heterodyne.runtime.weights.optimizer import OptimizerFactory, optimizer_of
+from heterodyne.runtime.weights.optimizer_trace import Trace, Weights, differ, draws, joined, trace_of
 
-__all__ = ["Reach", "reach_of"]
+__all__ = ["Reach", "Tried", "reach_of"]
 
 Reach: TypeAlias = Literal["element", "weight", "model"]
 """What the update of an element may depend on."""
@@ -28,69 +30,99 @@ _SIZE = 4
 _LARGE = (2, 33 * 128)
 """Of one weight, so that state that is kept in blocks shows: 8-bit optimizers quantize 256 values at a time, of weights of 4,096 elements
 and more (torchao, bitsandbytes). Both halves of this one are that large, and end in the middle of a block."""
-_SCALES = (1e-5, 1.0, 1e3)  # so that what stands below an eps does, and what is only clipped above some norm is clipped
-_ERROR = 1e-4
+_SCALES = (1e-5, 1e-5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1e3, 1e3)
+"""Of the gradients of each step: what stands below an eps shows, what is only clipped above some norm, and what needs some steps."""
 _LEAST_RATE = 1e-3  # with a smaller one, or 0 as before a warm-up, rounding hides how the update is made
 
-Weights: TypeAlias = dict[str, Tensor]
+
+class _NotTriedError(Exception):
+    """It cannot be made or stepped: what the optimizer is called, and why."""
 
 
-class _NotTriedError(HeterodyneError):
-    """It cannot be made or stepped."""
+class Tried(NamedTuple):
+    """What the update of an element may depend on, in the optimizer called ``name``.
+
+    ``untried``: why nothing is known of it, so that it is taken to need the whole model; "" if it was tried.
+    """
+
+    reach: Reach
+    name: str
+    untried: str = ""
 
 
-def reach_of(factory: OptimizerFactory, parameters: Mapping[str, Tensor]) -> tuple[Reach, str]:
-    """The reach of the optimizer that a factory makes of these parameters, and what the optimizer is called.
+def reach_of(factory: OptimizerFactory, parameters: Mapping[str, Tensor]) -> Tried:
+    """Try the optimizer that a factory makes of small weights in the place of these parameters.
 
-    It is made of parameters of the same names and numbers of dims with at most 4 elements a dim, two for each pattern of names
-    (``layers.#.weight``), one of them larger where the model has a large one, and stepped three times with random gradients: all together,
-    each half of them by itself, with each dtype first, and as the shards of two ranks along each dim. Compiled steps run as Python. One
-    that cannot be tried is taken to need the whole model.
+    They have the same names and numbers of dims, at most 4 elements a dim, and are two for each pattern of names (``layers.#.weight``),
+    all where the factory fails on these; one of them is larger where the model has a large one. Ten steps with random gradients are made:
+    with all together, with each half of them, with each dtype first, and as the shards of two ranks along each dim. After each step
+    updates, state, options of groups and numbers in attributes are compared. Compiled steps run as Python.
 
-    Couplings that only show in still larger weights (a norm beyond the scales that are tried) are not seen.
+    Couplings that only show in still larger weights or after more steps, and that no number of the optimizer tells of, are not seen.
 
     Raises HeterodyneError for an optimizer that needs a closure to step, draws random numbers, or keeps gradients from step to step.
     """
-    whole = _small(parameters)
-    with torch.random.fork_rng([]), torch.compiler.set_stance("force_eager"):
+    with unchanged_random_state(), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(0)
-        gradients = [{n: scale * torch.randn(w.shape, dtype=w.dtype) for n, w in whole.items()} for scale in _SCALES]
+        few = _small(parameters, few=True)
         try:
-            together, name = _stepped(factory, whole, gradients, lambda _, w: w)
+            return _tried(factory, few)
         except _NotTriedError as error:
-            return "model", str(error)
-        # The generators of torch are further on now.
-        if not _equal(whole, together, _stepped(factory, whole, gradients, lambda _, w: w)[0]):
-            raise HeterodyneError(
-                f"the step of {name} draws random numbers, so replicas of a weight would drift apart: add the noise to the loss or "
-                "to the data, or take an optimizer without it"
-            )
-        if all(torch.equal(weight, together[n]) for n, weight in whole.items()):
-            return "model", f"{name} (tried on small weights it moves none of them)"
-        for part in (*_halves(list(whole)), *_other_dtypes_first(whole)):
-            try:
-                alone, _ = _stepped(factory, {n: whole[n] for n in part}, gradients, lambda _, w: w)
-            except _NotTriedError:
-                continue  # that it cannot be made there would be told where a stage has no more
-            if not _equal(whole, together, alone):
-                return "model", name
-        for dim in range(max((w.dim() for w in whole.values()), default=0)):
-            shards = []
-            for rank in range(2):
-                cut = _half(dim, rank)
-                own = {n: cut(n, w) for n, w in whole.items()}
-                try:
-                    shards.append(_stepped(factory, own, gradients, cut)[0])
-                except _NotTriedError:
-                    return "weight", name
-            joined = {n: _joined(w, dim, [shard[n] for shard in shards]) for n, w in whole.items()}
-            if not _equal(whole, together, joined):
-                return "weight", name
-    return "element", name
+            name, why = error.args
+        try:
+            if len(few) < len(parameters):
+                return _tried(factory, _small(parameters, few=False))
+        except _NotTriedError as error:
+            name, why = error.args
+        return Tried("model", name, why)
 
 
-def _small(parameters: Mapping[str, Tensor]) -> Weights:
-    """Two for each pattern of names and dtype; even sizes, so that two ranks have equal shards. One is large if the model's largest is.
+def _tried(factory: OptimizerFactory, whole: Weights) -> Tried:
+    """Raises _NotTriedError, with the optimizer's name and the reason."""
+    gradients = [{n: scale * torch.randn(w.shape, dtype=w.dtype) for n, w in whole.items()} for scale in _SCALES]
+    together, name = _stepped(factory, whole, gradients, _all_of)
+    # The generators are further on now.
+    again, _ = _stepped(factory, whole, gradients, _all_of)
+    if draws(together, again):
+        raise HeterodyneError(
+            f"the step of {name} draws random numbers, so replicas of a weight would drift apart: add the noise to the loss or "
+            "to the data, or take an optimizer without it"
+        )
+    if all(torch.equal(weight, together[-1].weights[n]) for n, weight in whole.items()):
+        raise _NotTriedError(name, "on small weights it moves none of them")
+    for part in (*_halves(list(whole)), *_other_dtypes_first(whole)):
+        alone, _ = _stepped(factory, {n: whole[n] for n in part}, gradients, _all_of, of_all=whole)
+        if differ(together, alone, again):
+            return Tried("model", name)
+    for dim in range(max((w.dim() for w in whole.values()), default=0)):
+        if _depends_on_shards(factory, whole, gradients, (together, again), dim):
+            return Tried("weight", name)
+    return Tried("element", name)
+
+
+def _depends_on_shards(
+    factory: OptimizerFactory,
+    whole: Weights,
+    gradients: Sequence[Weights],
+    wanted: tuple[Sequence[Trace], Sequence[Trace]],
+    dim: int,
+) -> bool:
+    """Whether two ranks, each with its part of what can be cut along ``dim``, make something else of it, or cannot be made."""
+    shards = []
+    for rank in range(2):
+        cut = _half(dim, rank)
+        try:
+            shards.append(_stepped(factory, {n: cut(n, w) for n, w in whole.items()}, gradients, cut)[0])
+        except _NotTriedError:
+            return True
+    is_cut = {name: _is_cut(weight, dim) for name, weight in whole.items()}
+    steps = [joined(of_ranks, dim, is_cut) for of_ranks in zip(*shards, strict=True)]
+    return any(differ(wanted[0], of, wanted[1]) for of in zip(*steps, strict=True))
+
+
+def _small(parameters: Mapping[str, Tensor], *, few: bool) -> Weights:
+    """``few``: two for each pattern of names and dtype, else all. Even sizes, so that two ranks have equal shards. One is large if the
+    model's largest is.
 
     Weights in 16 bits are updated in fp32 (`masters`).
     """
@@ -100,7 +132,7 @@ def _small(parameters: Mapping[str, Tensor]) -> Weights:
         name
         for names in _by_pattern(parameters).values()
         for dtype in dict.fromkeys(dtypes[name] for name in names)
-        for name in [name for name in names if dtypes[name] is dtype][:2]
+        for name in [name for name in names if dtypes[name] is dtype][: 2 if few else None]
     ]
     sizes = {name: [min(size, _SIZE) // 2 * 2 or 1 for size in parameters[name].shape] for name in kept}
     largest = max(kept, key=lambda name: (parameters[name].dim() > 1, parameters[name].numel()), default=None)
@@ -130,36 +162,48 @@ def _other_dtypes_first(weights: Weights) -> list[list[str]]:
     return [sorted(weights, key=lambda name: weights[name].dtype is not dtype) for dtype in dtypes[1:]]
 
 
+def _all_of(_: str, tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def _stepped(
     factory: OptimizerFactory,
     weights: Weights,
     gradients: Sequence[Weights],
     part: Callable[[str, Tensor], Tensor],
-) -> tuple[Weights, str]:
-    """The weights after a step with each of the gradients, of which these have a part; and what the optimizer is called."""
-    held = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
-    name, kept = "the optimizer", False
+    *,
+    of_all: Weights | None = None,
+) -> tuple[list[Trace], str]:
+    """What there is after a step with each of the gradients, of which these weights have a part; and what the optimizer is called.
+
+    ``of_all``: the weights are some of these. Raises _NotTriedError.
+    """
+    every = {name: nn.Parameter(weight.clone()) for name, weight in (of_all or weights).items()}
+    held = {name: every[name] for name in weights}
+    name, traces, kept = "the optimizer", [], False
     try:
-        optimizer = optimizer_of(factory, held)
+        optimizer = optimizer_of(factory, held, every=every)
         name = type(optimizer).__name__
         _prepare(optimizer, held)
         for of in gradients:
+            before = {of_name: parameter.detach().clone() for of_name, parameter in held.items()}
             for of_name, parameter in held.items():
                 parameter.grad = part(of_name, of[of_name]).clone()
             _step(optimizer)
             optimizer.zero_grad()
+            traces.append(trace_of(optimizer, held, before))
             stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             kept = kept or any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in stepped)
     except HeterodyneError:
         raise
     except Exception as error:
-        raise _NotTriedError(f"{name} (tried on small weights it fails: {type(error).__name__}: {error})") from error
+        raise _NotTriedError(name, f"on small weights it fails: {type(error).__name__}: {error}") from error
     if kept:
         raise HeterodyneError(
             f"the zero_grad of {name} keeps gradients for the next step, and a step here begins without any: take larger batches (their "
             "micro-batches are accumulated), or an optimizer that adds gradients up in its own state"
         )
-    return {of_name: parameter.detach() for of_name, parameter in held.items()}, name
+    return traces, name
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
@@ -184,7 +228,13 @@ def _steps_with_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _prepare(optimizer: torch.optim.Optimizer, held: Mapping[str, nn.Parameter]) -> None:
-    """A rate at which updates show. Raises ValueError if it would step something else, such as the user's model."""
+    """Put it into train mode, if it has modes, and give it a rate at which updates show.
+
+    Raises ValueError if it would step something else, such as the user's model.
+    """
+    train = getattr(optimizer, "train", None)
+    if callable(train):  # as schedule-free ones have it, which refuse to step before
+        train()
     given = {id(parameter) for parameter in held.values()}
     for group in optimizer.param_groups:
         if any(id(parameter) not in given for parameter in group["params"]):
@@ -205,20 +255,5 @@ def _half(dim: int, rank: int) -> Callable[[str, Tensor], Tensor]:
     return cut
 
 
-def _joined(whole: Tensor, dim: int, shards: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(shards), dim) if _is_cut(whole, dim) else shards[0]
-
-
 def _is_cut(tensor: Tensor, dim: int) -> bool:
     return tensor.dim() > dim and tensor.shape[dim] > 1
-
-
-def _equal(before: Weights, wanted: Weights, found: Weights) -> bool:
-    """Whether the updates are equal, but for rounding; what is not a number in both is."""
-    return all(_near(wanted[name] - before[name], weight - before[name]) for name, weight in found.items())
-
-
-def _near(a: Tensor, b: Tensor) -> bool:
-    neither = a.isnan() & b.isnan()  # of a rate that is not a number
-    bar = _ERROR * a.nan_to_num().abs().max() if a.numel() else 0.0
-    return bool((((a - b).abs() <= bar) | neither).all())

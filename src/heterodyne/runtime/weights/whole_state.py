@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -17,7 +18,7 @@ from heterodyne.runtime.weights.boxed import boxed
 from heterodyne.runtime.weights.materialise import stored_tensors
 from heterodyne.runtime.weights.optimizer import initialise_state, state_by_name
 from heterodyne.runtime.weights.ownership import Ownership
-from heterodyne.runtime.weights.wrapped_state import unwrapped
+from heterodyne.runtime.weights.wrapped_state import has_wrapped, unwrapped
 
 __all__ = [
     "gathered_model",
@@ -129,7 +130,7 @@ def _brought_together(name: str, own: Tensor, ownership: Ownership, communicator
 def _from_keeper(own: Tensor, keeper: int, communicator: Communicator) -> Tensor:
     """The keeper's tensor, on other ranks a copy: what they hold of it is trained on as it is. Collective."""
     if communicator.rank == keeper:
-        communicator.control.broadcast(own, keeper)
+        communicator.control.broadcast(own.data, keeper)  # a broadcast counts as a write, also where it sends
         return own
     copy = torch.empty_like(own, device="cpu", requires_grad=False)
     communicator.control.broadcast(copy, keeper)
@@ -265,17 +266,51 @@ def share_whole_state(
         share(tensor.data)
     for _, master in sorted(masters.items()):
         share(master.data)
-    names = communicator.broadcast_object(sorted(state_by_name(optimizer, parameters)), leader)
-    if follows and sorted(state_by_name(optimizer, parameters)) != names:
+    own = {name: _layout(values) for name, values in state_by_name(optimizer, parameters).items()}
+    layout = communicator.broadcast_object(own, leader)
+    if follows and own != layout:
+        _lay_out(optimizer, parameters, layout)
+    for name, values in layout.items():
+        state = optimizer.state[parameters[name]]
+        there = unwrapped(state)
+        for key, value in values.items():
+            if isinstance(value, _Shape):
+                share(there[key])
+            elif follows:
+                state[key] = value
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Of a tensor of the optimizer's state. ``device``: its type."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+
+def _layout(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a parameter, with shapes in the place of tensors."""
+    return {
+        key: _Shape(tuple(value.shape), value.dtype, value.device.type) if isinstance(value, Tensor) else value
+        for key, value in sorted(values.items())
+    }
+
+
+def _lay_out(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], layout: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Give an optimizer state of that layout. It is stepped for that only where tensors wrap others, since it may count its steps."""
+    if any(map(has_wrapped, layout.values())):
         initialise_state(optimizer)
     for name, parameter in parameters.items():
-        if name not in names:
-            if follows:
-                optimizer.state.pop(parameter, None)
-            continue
-        for key, value in sorted(unwrapped(optimizer.state[parameter]).items()):
-            if isinstance(value, Tensor):
-                share(value)
-            else:
-                sent = communicator.broadcast_object(value, leader)
-                optimizer.state[parameter][key] = sent if follows else value
+        if name not in layout:
+            optimizer.state.pop(parameter, None)
+        elif not has_wrapped(layout[name]):
+            home = parameter.device
+            optimizer.state[parameter] = {
+                key: torch.empty(value.sizes, dtype=value.dtype, device=home if value.device == home.type else "cpu")
+                if isinstance(value, _Shape)
+                else value
+                for key, value in layout[name].items()
+            }

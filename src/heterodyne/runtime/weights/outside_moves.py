@@ -1,0 +1,141 @@
+"""What an optimizer does to weights outside of its step, brought to the copies of them that the model computes with.
+
+The ``eval()`` of a schedule-free optimizer, a swap to averaged weights, or a sync of slow ones moves what the optimizer holds. Where that
+is a range of a weight, other ranks have that range too; where it is a copy in fp32 or on the host, the model has another one. After a step
+these get the new values; after such a move they get them here, at the next call that all ranks make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from heterodyne.errors import PlanError
+from heterodyne.runtime.comm.communicator import Communicator
+from heterodyne.runtime.weights.gradients import GradientBuckets
+from heterodyne.runtime.weights.masters import MasterWeights
+
+__all__ = ["Left", "OutsideMoves"]
+
+_VALUES = 8  # of each tensor, for what is written through .data, which nothing counts
+
+
+class Left:
+    """How tensors were left: their counters of writes, their places, and a few values of each."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+        self._places: list[int] = []
+        self._views: list[Tensor] = []
+        self.leave()
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        """Note how they are now. The host does not wait for a device."""
+        self._counted = _counted(self._tensors.values())
+        places = [place for _, place in self._counted]
+        if places != self._places:
+            self._views = [_some(tensor) for tensor in self._tensors.values()]
+            self._places = places
+        self._values = torch.cat(self._views) if self._views else torch.empty(0)
+
+    def changed(self, *, values: bool) -> list[str]:
+        """Return the names of those that have changed. ``values``: those few are compared too, for which the host waits for a device."""
+        now = _counted(self._tensors.values())
+        same_values = not values or not self._views or torch.equal(torch.cat(self._views), self._values)
+        if same_values and now == self._counted:
+            return []
+        written = [a != b for a, b in zip(now, self._counted, strict=True)]
+        if not same_values:
+            before = torch.split(self._values, [view.numel() for view in self._views])
+            other = [bool((a != b).any()) for a, b in zip(self._views, before, strict=True)]  # dtypes may differ
+            written = [a or b for a, b in zip(written, other, strict=True)]
+        return [name for name, of in zip(self._tensors, written, strict=True) if of]
+
+
+def _counted(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+
+
+def _some(tensor: Tensor) -> Tensor:
+    """A view of a few elements, spread over the memory that a tensor fills."""
+    size = tensor.numel()
+    apart = max(1, size // _VALUES)
+    dense = tensor.detach()
+    return dense.as_strided((min(_VALUES, size),), (apart,), int(dense.storage_offset()))
+
+
+class OutsideMoves:
+    """Of one rank. Making one, `bring_together` and `settle` are collective.
+
+    Args:
+        gathered: the buckets of this rank that a step gathers after its update, in that order.
+
+    ``marked``: whether a move was seen since the last step, on any rank; then another is likely to come before the next one.
+    """
+
+    def __init__(
+        self,
+        masters: MasterWeights,
+        gradients: GradientBuckets,
+        communicator: Communicator,
+        gathered: Sequence[int],
+    ) -> None:
+        self._masters = masters
+        self._gradients = gradients
+        self._communicator = communicator
+        self._gathered = gathered
+        self._left = Left(masters.apart)
+        self._anywhere = any(communicator.all_gather_object(bool(masters.apart)))
+        self._fault: str | None = None
+        self.marked = False
+
+    def leave(self) -> None:
+        """A step has left the weights as they are; what the optimizer moves from here on is outside of it."""
+        self.marked = False
+        self._left.leave()
+
+    def seen(self, *, values: bool) -> bool:
+        """Give the model what was moved of copies; whether others have to be told, since they may have those weights too.
+
+        ``values``: also look for what was written through ``.data``, for which the host waits for a device.
+        """
+        moved = self._left.changed(values=values)
+        if moved:
+            self._fault = self._masters.give(moved)
+        return bool(moved) and (bool(self._gathered) or self._fault is not None)
+
+    def bring_together(self) -> None:
+        """All copies of a weight become what the optimizer that updates it has made of it. Collective.
+
+        Raises PlanError, on all ranks, where that cannot be on one of them.
+        """
+        if not self._anywhere:
+            return
+        seen = torch.tensor([float(self.seen(values=True))], dtype=torch.float64)
+        self._communicator.control.all_reduce(seen).wait()
+        if seen.item():
+            self.marked = True
+            if self.settle():
+                self.spread()
+        self._left.leave()
+
+    def settle(self) -> bool:
+        """Whether ranks hold other values of one weight, so that `spread` is needed. Collective. Raises PlanError as `bring_together`."""
+        of_all = self._communicator.all_gather_object((self._gradients.byte_sums(self._gathered), self._fault))
+        self._fault = None
+        first: dict[int, int] = {}
+        unlike = [first.setdefault(bucket, found) != found for own, _ in of_all for bucket, found in own.items()]
+        fault = next((fault for _, fault in of_all if fault is not None), None)
+        if fault is not None:
+            raise PlanError(fault)
+        return any(unlike)
+
+    def spread(self) -> None:
+        """Exchange the weights of each bucket as after a step. Collective."""
+        with self._masters.writing():
+            for bucket in self._gathered:
+                self._gradients.gather(bucket)
+            self._gradients.wait_gathered()
