@@ -308,7 +308,7 @@ class Executor:
             self._watch.progress(state)
 
     def _send_loss(self, step: Step) -> tuple[Tensor, Work]:
-        """Start to add up over all ranks, float64 on the host: what `weighted_sum` gives, how many ranks have gradients of other parameters,
+        """Start to add up over all ranks, float64 on the host: what `weighted_sum` gives, how many have gradients of other parameters,
         and how many have moved weights outside of a step.
         """
         self._turn("reading the losses")
