@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -187,6 +188,13 @@ class RankModel:
     def leave(self, *, look: bool) -> None:
         """The user may change what is there from here on. ``look``: whether the next step compares values."""
         self._watch.leave(look=look)
+
+    @contextmanager
+    def lent(self, *, look: bool) -> Iterator[None]:
+        """As `MasterWeights.lent`. ``look``: see `leave`."""
+        with self.masters.lent():
+            yield
+        self.leave(look=look)
 
     def sample(self) -> Sample:
         """A few values of all that must be alike on the ranks that hold it, and train."""

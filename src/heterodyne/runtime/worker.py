@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -49,6 +49,7 @@ from heterodyne.runtime.weights.optimizer import (
 )
 from heterodyne.runtime.weights.ownership import Ownership
 from heterodyne.runtime.weights.trainable import require_trained
+from heterodyne.runtime.weights.unheld import UnheldWeights, places_of_unheld
 
 __all__ = ["OptimizerFactory", "StepResult", "Worker"]
 
@@ -324,6 +325,12 @@ class Worker:
         """A few values of the weights and buffers that other ranks must have alike."""
         return self._model.sample()
 
+    def unheld(self, named: Callable[[str], str]) -> UnheldWeights:
+        """Guard what this rank does not hold whole until that is released; ``named``: what the user calls a parameter of `module`."""
+        places = places_of_unheld(self.ownership, self.placement, self.rank)
+        shapes = self.ownership.shapes
+        return UnheldWeights(self.module, places, shapes, named, rank=self.rank, device=self.device)
+
     def needs(self, keys: Sequence[str]) -> bool:
         """Whether `load_state_dict` reads on this rank what these keys lead to in a `state_dict`."""
         return self._model.state.needs(keys)
@@ -332,11 +339,23 @@ class Worker:
         """The whole model's state dict on rank 0, nothing on the others. Collective."""
         return self._model.state.weights()
 
-    def tensors(self, on: int | None = None) -> dict[str, Tensor]:
-        """Every parameter and buffer by name, whole, on one rank or (None) on all. Collective. Tensors that are held here are the
-        live ones.
+    def tensors(self, on: int | None = None, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Return every parameter and buffer (or those ``names``) by name, whole, on one rank or (None) on all. Collective. Tensors that
+        are held here are the live ones.
         """
-        return self._model.state.tensors(on)
+        return self._model.state.tensors(on, names)
+
+    def put(self, values: Mapping[str, Tensor]) -> None:
+        """Set parameters and buffers to other values, whole and the same on every rank; the optimizer's state stays as it is."""
+        self._model.state.put(values)
+
+    def require_as_left(self) -> None:
+        """Raise PlanError if weights were changed since the last step in a way that the next one would not see."""
+        self._model.require_as_left()
+
+    def lent(self) -> AbstractContextManager[None]:
+        """While the block runs weights may be written, if at its end they are as they were, or were `put`."""
+        return self._model.lent(look=is_looked_at(self.steps_done))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; a rank may leave out what it does not need. Raises CheckpointError."""
