@@ -8,12 +8,14 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -132,7 +134,9 @@ def used(world: World, plan: Plan) -> dict[str, str]:
         assert before[name].device == trainer.optimizer.param_groups[0]["params"][0].device
         assert name in repr(before[name])
         assert isinstance(before[name], nn.Parameter)
+        model.to(before[name].device)
         model.zero_grad()
+        assert before[name].grad is None
         torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
         model.requires_grad_(True)
         model.teacher.requires_grad_(False)
@@ -280,3 +284,102 @@ def test_a_block_of_whole_weights_changes_what_it_changes_and_no_other_bit(pool:
         assert told["changed"] == {"scale", "scale/master"}
         assert told["scale"] == (2.0, 2.0)
         assert told["loss"] < 5
+
+
+def averaged(world: World, plan: Plan, other: Plan, folder: str) -> dict[str, Any]:
+    """Three steps, one that is skipped, and two more under another plan, from a checkpoint."""
+    told: dict[str, Any] = {}
+    broken = {**batch_of(9), "points": torch.full((SAMPLES, 4), torch.inf)}
+    with start(world, Taught(), plan) as trainer:
+        trainer.step(batch_of(0))
+        average = trainer.average(0.9)
+        for step in (1, 2):
+            trainer.step(batch_of(step))
+        trainer.step(broken)
+        trainer.step(batch_of(3))
+        before = copied(trainer.state_dict())
+        told["loss"] = average.evaluate(batch_of(7))
+        told["state"] = average.state_dict()
+        with average.applied():
+            trainer.save_pretrained(Path(folder) / "average")
+            with pytest.raises(HeterodyneError, match=r"save_checkpoint\(\) is called inside of"):
+                trainer.save_checkpoint(Path(folder) / "kept")
+        left = changed_names(before, trainer.state_dict())
+        assert not left, left
+        trainer.save_checkpoint(Path(folder) / "kept")
+    with start(world, Taught(), other) as trainer:
+        trainer.load_checkpoint(Path(folder) / "kept")
+        average = trainer.average(0.9)
+        for step in (4, 5):
+            trainer.step(batch_of(step))
+        told["later"] = average.state_dict()
+    return told
+
+
+@functools.cache
+def averaged_alone() -> list[dict[str, Tensor]]:
+    """The averages after each of six steps."""
+    model, found = Taught(), []
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    average = None
+    for step in range(6):
+        optimizer.zero_grad()
+        model(**batch_of(step)).backward()
+        optimizer.step()
+        if average is None:
+            average = torch.optim.swa_utils.AveragedModel(
+                model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+            )
+            average.n_averaged.fill_(1)  # it has the weights as they are
+        else:
+            average.update_parameters(model)
+        found.append({name: tensor.clone() for name, tensor in average.module.state_dict().items()})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("data", "zero 3"), ("pipeline", "split"), ("zero 1", "pipeline"), ("zero 3", "zero 1"), ("split", "data")],
+)
+def test_an_average_under_a_plan_is_that_of_one_device(pool: Pool, tmp_path: Path, name: str, other: str) -> None:
+    wanted = Taught()
+    wanted.load_state_dict(averaged_alone()[3])
+    for told in pool.run(2, averaged, plans()[name], plans()[other], str(tmp_path)):
+        torch.testing.assert_close(told["state"], averaged_alone()[3], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(told["later"], averaged_alone()[5], rtol=1e-5, atol=1e-6)
+        assert told["loss"] == pytest.approx(wanted(**batch_of(7)).item(), rel=1e-5)
+    torch.testing.assert_close(
+        load_file(tmp_path / "average" / "model.safetensors"), averaged_alone()[3], rtol=1e-5, atol=1e-6
+    )
+
+
+def averaged_in_16_bits(world: World, plan: Plan) -> tuple[set[str], list[dict[str, Tensor]], dict[str, Tensor]]:
+    """What is changed by applying an average, the masters after each step, and the average in fp32."""
+    batch, masters = functools.partial(batch_of, dtype=torch.bfloat16), []
+
+    def note() -> dict[str, Any]:
+        state = copied(trainer.state_dict())
+        masters.append({name: entries["master"] for name, entries in state["optimizer"].items()})
+        return state
+
+    with start(world, Taught().bfloat16(), plan) as trainer:
+        trainer.step(batch(0))
+        average = trainer.average(0.9)
+        note()
+        for step in (1, 2, 3):
+            trainer.step(batch(step))
+            before = note()
+        average.evaluate(batch(4))
+        changed = changed_names(before, trainer.state_dict())
+        return changed, masters, dict(trainer.state_dict()["averages"]["0"]["weights"])
+
+
+@pytest.mark.parametrize("name", ["pipeline", "zero 1", "zero 3", "split"])
+def test_an_average_of_weights_in_16_bits_is_one_of_their_masters(pool: Pool, name: str) -> None:
+    for changed, masters, average in pool.run(2, averaged_in_16_bits, plans(torch.bfloat16)[name]):
+        assert not changed, changed
+        for parameter, first in masters[0].items():
+            wanted = first.clone()
+            for later in masters[1:]:
+                wanted.lerp_(later[parameter], 1 - 0.9)
+            assert torch.equal(wanted, average[parameter]), parameter

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from heterodyne.api.loop.average import Average
 from heterodyne.api.loop.batches import BatchFormat, BatchLike, require_dtypes
 from heterodyne.api.loop.callbacks import Callback
 from heterodyne.api.loop.calls import Calls
@@ -34,6 +35,7 @@ from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.same_batch import digest, is_looked_at, require_same
 from heterodyne.runtime.skipped import SkippedSteps, require_finite
 from heterodyne.runtime.slices import BatchSource, as_source
+from heterodyne.runtime.weights.average import WeightAverage
 from heterodyne.runtime.weights.between_steps import require_alike
 from heterodyne.runtime.weights.materialise import fill_in
 from heterodyne.runtime.weights.parameter_groups import options_of
@@ -145,6 +147,7 @@ class Distributed:
                 require_same([of for of, _ in of_all], self.steps_done, given=not isinstance(named, BatchSource))
                 require_alike([sample for _, sample in of_all], self.steps_done)
             result = self._worker.step(named)
+            self._unheld.note_step()
             self._predictor.forget()
             self._records.step(result)
             self._skipped.note(result.step + 1, result.fault, overflow=result.overflow)
@@ -227,6 +230,31 @@ class Distributed:
         with self._calls.named("whole_weights()"):
             loan.give_back()
             self._predictor.forget()
+
+    def average(self, decay: float = 0.999) -> Average:
+        """Keep an exponential moving average of the parameters from now on: ``decay * average + (1 - decay) * weights`` after each step
+        that updates them, beginning with the weights as they are.
+
+        Each rank averages what it updates, fp32 masters where there are any; buffers are not averaged. States and checkpoints have all
+        averages of a trainer, in the order in which they were made; one that was loaded before goes on when it is asked for.
+        """
+        if not 0 <= decay <= 1:
+            raise HeterodyneError(f"the decay of an average is a number from 0 to 1, not {decay}")
+        with self._calls.named("average()"):
+            kept = self._worker.average(decay)
+        return Average(self, self._calls, lambda: self._with_average(kept), self._whole_model)
+
+    @contextmanager
+    def _with_average(self, kept: WeightAverage) -> Iterator[None]:
+        try:
+            with self._worker.applied(kept):
+                self._predictor.forget()
+                yield
+        finally:
+            self._predictor.forget()
+
+    def _whole_model(self) -> dict[str, Any]:
+        return self._names.own_model(self._worker.weights(on=None))
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer (both by the names of the user's model) and step; the same on every rank."""

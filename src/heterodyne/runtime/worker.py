@@ -41,6 +41,7 @@ from heterodyne.runtime.stages.stage_builder import (
     StagePrograms,
 )
 from heterodyne.runtime.step_result import StepResult
+from heterodyne.runtime.weights.average import WeightAverage
 from heterodyne.runtime.weights.between_steps import Sample
 from heterodyne.runtime.weights.held_state import Held
 from heterodyne.runtime.weights.materialise import Stored
@@ -52,6 +53,8 @@ from heterodyne.runtime.weights.trainable import require_trained
 from heterodyne.runtime.weights.unheld import UnheldWeights, places_of_unheld
 
 __all__ = ["OptimizerFactory", "StepResult", "Worker"]
+
+_AVERAGES = "averages"
 
 
 class Worker:
@@ -164,6 +167,8 @@ class Worker:
             total_steps=total_steps,
             watch=watch,
         )
+        self._averages: list[WeightAverage] = []
+        self._loaded: dict[int, WeightAverage] = {}  # those that nobody has asked for yet
         self._first = True  # no step has been done here
         self._before: dict[str, Tensor] = {}  # statistics as they were before the step under way
         self._settled = None if communicator.device.type == "cpu" else torch.Event(communicator.device)
@@ -209,6 +214,9 @@ class Worker:
         if not self._role.active and fault is None:
             self.optimizer.step()  # of no gradients: schedulers count steps, and here the program has none
         self._before = {}
+        if fault is None:
+            for average in self._averages:
+                average.update()
         self.steps_done = number + 1
         self._model.leave(look=is_looked_at(self.steps_done))
         self._executor.updating = False
@@ -311,11 +319,28 @@ class Worker:
         Ranks that are idle or without samples are given the values of one that trains first. Where devices are unlike, so that they may
         have drifted apart in the last bits, all ranks but one have copies of what that one holds.
         """
-        return {**self._model.state.whole(), **self._progress()}
+        return {**self._model.state.whole(), **self._progress(), **self._of_averages(on_keeper=False)}
 
     def own_state(self) -> dict[str, Any]:
         """The part of `state_dict` that this rank answers for; all parts together are the whole. Collective."""
-        return {**self._model.state.own(), **self._progress()}
+        return {**self._model.state.own(), **self._progress(), **self._of_averages(on_keeper=True)}
+
+    def _of_averages(self, *, on_keeper: bool) -> dict[str, Any]:
+        found = {str(number): average.state(on_keeper=on_keeper) for number, average in enumerate(self._averages)}
+        return {_AVERAGES: found} if found else {}
+
+    def average(self, decay: float) -> WeightAverage:
+        """Keep one more average of the weights: that which was loaded in its place, or one that begins with them as they are."""
+        found = self._loaded.pop(len(self._averages), None) or self._model.average(decay)
+        found.decay = decay
+        self._averages.append(found)
+        return found
+
+    @contextmanager
+    def applied(self, average: WeightAverage) -> Iterator[None]:
+        """The model has an average in place of its weights while the block runs. Collective as it begins."""
+        with self.lent(), average.applied():
+            yield
 
     def _progress(self) -> dict[str, Any]:
         scale = {} if self._model.scale is None else {"loss_scale": self._model.scale.state_dict()}
@@ -333,11 +358,13 @@ class Worker:
 
     def needs(self, keys: Sequence[str]) -> bool:
         """Whether `load_state_dict` reads on this rank what these keys lead to in a `state_dict`."""
+        if keys[0] == _AVERAGES:
+            return self._model.average_reads("/".join(keys[3:]))
         return self._model.state.needs(keys)
 
-    def weights(self) -> dict[str, Any]:
-        """The whole model's state dict on rank 0, nothing on the others. Collective."""
-        return self._model.state.weights()
+    def weights(self, on: int | None = 0) -> dict[str, Any]:
+        """Return the whole model's state dict on one rank, nothing on the others; None: on all. Collective."""
+        return self._model.state.weights(on)
 
     def tensors(self, on: int | None = None, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Return every parameter and buffer (or those ``names``) by name, whole, on one rank or (None) on all. Collective. Tensors that
@@ -360,6 +387,11 @@ class Worker:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; a rank may leave out what it does not need. Raises CheckpointError."""
         self._model.state.load(state)
+        for number, saved in state.get(_AVERAGES, {}).items():
+            place = int(number)
+            if place >= len(self._averages):
+                self._loaded[place] = self._model.average(saved["decay"])
+            (self._loaded if place in self._loaded else self._averages)[place].load(saved)
         self.steps_done = int(state["step"])
         self._model.leave(look=is_looked_at(self.steps_done))
         if self._model.scale is not None and "loss_scale" in state:

@@ -36,20 +36,25 @@ _OF_WHOLE = frozenset(
 _OF_ITSELF = frozenset(
     {".requires_grad", ".requires_grad =", "requires_grad_", ".is_leaf", ".retains_grad", ".is_meta", ".grad_fn"}
     | {"._backward_hooks", "._post_accumulate_grad_hooks", "._version", "__dir__", "__hash__"}
+    | {"_has_compatible_shallow_copy_type"}  # asks for the kind of device
 )
 
 _ATTRIBUTE = "_unheld"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class _Unheld:
-    """``place``: which ranks hold what of it; ``whole``: a tensor of its whole shape on the meta device; ``device``: of this rank."""
+    """``place``: which ranks hold what of it; ``whole``: a tensor of its whole shape on the meta device; ``device``: of this rank.
+
+    ``cleared``: no step has been since its gradient was set to None, or at all.
+    """
 
     name: str
     place: str
     rank: int
     whole: Tensor
     device: torch.device
+    cleared: bool = True
 
     def refuse(self, use: str) -> NoReturn:
         """Raise PlanError for this use of the tensor's values."""
@@ -82,11 +87,11 @@ class _Guarded:
             return getattr(torch.empty(0, device=unheld.device), use.removeprefix("."))
         if use in _OF_WHOLE:
             return function(unheld.whole, *args[1:], **given) if tensor is args[0] else function(*args, **given)
-        if (
-            use in _OF_ITSELF
-            or (use == ".grad =" and args[1] is None)
-            or (use == ".grad" and _only_looks_for_gradients())
-        ):
+        if use in (".grad", ".grad =") and _is_without_gradient(unheld, use, args):
+            return None
+        if (use == "to" and _is_there(unheld, args, given)) or (use == ".data =" and args[1] is tensor):
+            return tensor
+        if use in _OF_ITSELF:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **given)
         return unheld.refuse(use)
@@ -118,16 +123,29 @@ def _use(function: Callable[..., Any]) -> str:
     return {"__get__": f".{attribute}", "__set__": f".{attribute} =", "__delete__": f"del .{attribute}"}.get(name, name)
 
 
-def _only_looks_for_gradients() -> bool:
-    """Return whether an optimizer or ``zero_grad`` asks for the gradient: there is none here, and they pass over such a parameter."""
+def _is_without_gradient(unheld: _Unheld, use: str, args: tuple[Any, ...]) -> bool:
+    """Return whether the gradient is None for the user too, since it was cleared, is cleared now, or an optimizer passes over it."""
     frame: types.FrameType | None = sys._getframe(2)
+    if use == ".grad =" or (frame is not None and frame.f_code is nn.Module.zero_grad.__code__):
+        unheld.cleared = unheld.cleared or use == ".grad" or args[1] is None
+        return use == ".grad" or args[1] is None
+    if unheld.cleared or (frame is not None and frame.f_code is nn.Module._apply.__code__):
+        return True
     while frame is not None:
-        if frame.f_code is nn.Module.zero_grad.__code__ or isinstance(
-            frame.f_locals.get("self"), torch.optim.Optimizer
-        ):
+        if isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
             return True
         frame = frame.f_back
     return False
+
+
+def _is_there(unheld: _Unheld, args: tuple[Any, ...], given: dict[str, Any]) -> bool:
+    """Return whether ``to`` asks for the device and type that the tensor has, as ``model.to(device)`` does of a model that is there."""
+    try:
+        device, dtype, _, form = torch._C._nn._parse_to(*args[1:], **given)
+    except (TypeError, RuntimeError):
+        return False
+    here = device is None or (device.type == unheld.device.type and device.index in (None, unheld.device.index))
+    return here and dtype in (None, unheld.whole.dtype) and form is None
 
 
 class UnheldWeights:
@@ -175,6 +193,11 @@ class UnheldWeights:
             yield
         finally:
             self._guard()
+
+    def note_step(self) -> None:
+        """A step makes gradients, of which there are none here."""
+        for _, tensor, _, _ in self._of:
+            _unheld_of(tensor).cleared = False
 
     @contextmanager
     def there(self, names: Collection[str]) -> Iterator[None]:

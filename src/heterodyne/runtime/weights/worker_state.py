@@ -125,12 +125,12 @@ class WorkerState:
         )
         return replace(held, state={**held.state, **self._options()})
 
-    def weights(self) -> dict[str, Any]:
-        """The whole model's state dict on rank 0, nothing on the others. Collective."""
+    def weights(self, on: int | None = 0) -> dict[str, Any]:
+        """Return the whole model's state dict on one rank, nothing on the others; None: on all. Collective."""
         self._lead()
         if self._alike:
-            return self._module.state_dict() if self._communicator.rank == 0 else {}
-        return gathered_model(self._module, self._ownership, self._communicator, self._shards, on=0)
+            return self._module.state_dict() if on in (None, self._communicator.rank) else {}
+        return gathered_model(self._module, self._ownership, self._communicator, self._shards, on=on)
 
     def tensors(self, on: int | None, names: Collection[str] | None = None) -> dict[str, Tensor]:
         """Return every parameter and buffer (or those ``names``) by name, on one rank or (None) on all. Collective. See `whole`."""
