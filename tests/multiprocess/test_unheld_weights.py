@@ -134,6 +134,8 @@ def used(world: World, plan: Plan) -> dict[str, str]:
         assert before[name].device == trainer.optimizer.param_groups[0]["params"][0].device
         assert name in repr(before[name])
         assert isinstance(before[name], nn.Parameter)
+        assert torch.numel(input=before[name]) == before[name].numel()
+        assert before[name].get_device() == -1
         model.to(before[name].device)
         model.zero_grad()
         assert before[name].grad is None

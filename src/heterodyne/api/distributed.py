@@ -169,7 +169,8 @@ class Distributed:
         """
         with self._calls.named("validate()"):
             communicator = self._session.communicator
-            found = validated(batches, metrics or {}, self._format, self._worker, self._predictor, communicator)
+            own = {name: self._as_own_code(metric) for name, metric in (metrics or {}).items()}
+            found = validated(batches, own, self._format, self._worker, self._predictor, communicator)
             self._records.validation(found["loss"])
         self._tell(lambda callback: callback.on_evaluate(self, found))
         return found
@@ -380,6 +381,13 @@ class Distributed:
         self._unheld.release()
         self._records.close()
         self._worker.close()
+
+    def _as_own_code(self, metric: Metric) -> Metric:
+        def called(outputs: Any, batch: Any) -> Any:
+            with self._unheld.guarded():
+                return metric(outputs, batch)
+
+        return called
 
     def _tell(self, call: Callable[[Callback], None]) -> None:
         for callback in self._callbacks:

@@ -81,12 +81,15 @@ class _Guarded:
     ) -> Any:
         given = kwargs or {}
         use = _use(function)
-        tensor = next(leaf for leaf in pytree.tree_leaves((args, given)) if isinstance(leaf, _Guarded))
+        tensor = next((leaf for leaf in pytree.tree_leaves((args, given)) if isinstance(leaf, _Guarded)), None)
+        if tensor is None:
+            raise PlanError(f"{use} needs the values of a weight that this rank does not hold whole under this plan")
         unheld = _unheld_of(tensor)
         if use in {".device", ".is_cpu", ".is_cuda", "get_device"}:
-            return getattr(torch.empty(0, device=unheld.device), use.removeprefix("."))
+            return function(torch.empty(0, device=unheld.device))
         if use in _OF_WHOLE:
-            return function(unheld.whole, *args[1:], **given) if tensor is args[0] else function(*args, **given)
+            args, given = pytree.tree_map_only(_Guarded, lambda leaf: _unheld_of(leaf).whole, (args, given))
+            return function(*args, **given)
         if use in (".grad", ".grad =") and _is_without_gradient(unheld, use, args):
             return None
         if (use == "to" and _is_there(unheld, args, given)) or (use == ".data =" and args[1] is tensor):
@@ -207,6 +210,17 @@ class UnheldWeights:
             yield
         finally:
             self._there = frozenset()
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """The user's own code runs while the runtime works: the guards are there again."""
+        lifted, self._lifted = self._lifted, 1
+        self._guard()
+        try:
+            yield
+        finally:
+            self._lift()
+            self._lifted = lifted
 
     def release(self) -> None:
         """Let the tensors be ordinary ones for good."""
