@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from heterodyne.api.loop.average import Average
 from heterodyne.api.loop.batches import BatchFormat, BatchLike, require_dtypes
 from heterodyne.api.loop.callbacks import Callback
 from heterodyne.api.loop.calls import Calls
@@ -19,6 +20,7 @@ from heterodyne.api.loop.prediction import Metric, Predictor, gathered_outputs
 from heterodyne.api.loop.run_records import RunRecords
 from heterodyne.api.loop.validation import validated
 from heterodyne.api.loop.weights_back import WeightsAtEnd, gathered_weights
+from heterodyne.api.loop.whole_weights import WholeWeights
 from heterodyne.api.session import LONGEST_PHASE_S, Session
 from heterodyne.api.settings import Prepared
 from heterodyne.cluster.profile import Profile
@@ -33,10 +35,10 @@ from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.same_batch import digest, is_looked_at, require_same
 from heterodyne.runtime.skipped import SkippedSteps, require_finite
 from heterodyne.runtime.slices import BatchSource, as_source
+from heterodyne.runtime.weights.average import WeightAverage
 from heterodyne.runtime.weights.between_steps import require_alike
 from heterodyne.runtime.weights.materialise import fill_in
 from heterodyne.runtime.weights.parameter_groups import options_of
-from heterodyne.runtime.weights.sharded_parameters import require_no_write
 from heterodyne.runtime.worker import StepResult, Worker
 from heterodyne.search.explain import paragraph
 from heterodyne.timeline import Timeline
@@ -77,8 +79,9 @@ class Distributed:
         self._closed = False
         self.extra: dict[str, Any] = {}
         """What was kept beside the checkpoint that was loaded last."""
-        self._calls = Calls(session)
         self._names = Names(worker.module)
+        self._unheld = worker.unheld(self._names.own)
+        self._calls = Calls(session, self._unheld)
         self._predictor = Predictor(worker, session.say)
         self._skipped = SkippedSteps(TrainingSection().max_skipped_steps, session.say)
 
@@ -104,8 +107,8 @@ class Distributed:
 
     @property
     def module(self) -> nn.Module:
-        """The user's own module (the one inside, if it is compiled). Under a plan that cuts the model, what another rank holds has no
-        values here until the end."""
+        """The user's own module (the one inside, if it is compiled). Parameters and buffers that this rank does not hold whole tell their
+        shapes and types, and raise PlanError for any other use until the end; see `whole_weights`."""
         return self._model
 
     @property
@@ -144,6 +147,7 @@ class Distributed:
                 require_same([of for of, _ in of_all], self.steps_done, given=not isinstance(named, BatchSource))
                 require_alike([sample for _, sample in of_all], self.steps_done)
             result = self._worker.step(named)
+            self._unheld.note_step()
             self._predictor.forget()
             self._records.step(result)
             self._skipped.note(result.step + 1, result.fault, overflow=result.overflow)
@@ -165,7 +169,8 @@ class Distributed:
         """
         with self._calls.named("validate()"):
             communicator = self._session.communicator
-            found = validated(batches, metrics or {}, self._format, self._worker, self._predictor, communicator)
+            own = {name: self._as_own_code(metric) for name, metric in (metrics or {}).items()}
+            found = validated(batches, own, self._format, self._worker, self._predictor, communicator)
             self._records.validation(found["loss"])
         self._tell(lambda callback: callback.on_evaluate(self, found))
         return found
@@ -185,9 +190,10 @@ class Distributed:
     def loss_weights(self, parts: Sequence[Mapping[str, Tensor]]) -> list[float]:
         """By what the losses of the parts of a batch are multiplied to be, together, the loss of the batch; each part by name."""
         count, buffers = self._worker.loss_count, dict(self._worker.module.named_buffers())
-        own = [count.statistics(part, as_source(part, self.graph).size, buffers) for part in parts]
-        whole = torch.stack(own).sum(0)
-        return [count.weight(part, whole) for part in own]
+        with self._unheld.lifted():
+            own = [count.statistics(part, as_source(part, self.graph).size, buffers) for part in parts]
+            whole = torch.stack(own).sum(0)
+            return [count.weight(part, whole) for part in own]
 
     def gathered_weights(self) -> dict[str, Tensor] | None:
         """Where the plan cuts the model every parameter and buffer, on the host of every rank; else None, and those of `module` are up
@@ -198,6 +204,58 @@ class Distributed:
             if self._worker.ownership.whole:
                 return None
             return self._names.own_model({name: tensor.cpu() for name, tensor in tensors.items()})
+
+    @contextmanager
+    def whole_weights(self, *names: str) -> Iterator[nn.Module]:
+        """Bring all parameters and buffers together in the model of every rank while the block runs; in host memory if the plan cuts it.
+
+        They may be read, used (``model(x)``) and changed in place there, alike on every rank. At the end the ranks are compared, and what
+        was changed goes to those that hold it; the optimizer's state stays as it is. An error in the block, on any rank, leaves the weights
+        as they were. Nothing else of the trainer may be called in the block.
+
+        Args:
+            names: of the parameters and buffers that are needed, as the model names them; none: all of them.
+
+        Raises PlanError where a host has no room for them, or ranks have changed them differently.
+        """
+        wanted = [self._names.captured(name) for name in names]
+        with self._calls.named("whole_weights()"):
+            loan = WholeWeights(self._worker, self._session, self._unheld, wanted)
+        try:
+            with self._calls.block("'with trainer.whole_weights()'"):
+                yield self._model
+        except BaseException as error:
+            with self._calls.named("whole_weights()"):
+                loan.give_up(error)
+            raise
+        with self._calls.named("whole_weights()"):
+            loan.give_back()
+            self._predictor.forget()
+
+    def average(self, decay: float = 0.999) -> Average:
+        """Keep an exponential moving average of the parameters from now on: ``decay * average + (1 - decay) * weights`` after each step
+        that updates them, beginning with the weights as they are.
+
+        Each rank averages what it updates, fp32 masters where there are any; buffers are not averaged. States and checkpoints have all
+        averages of a trainer, in the order in which they were made; one that was loaded before goes on when it is asked for.
+        """
+        if not 0 <= decay <= 1:
+            raise HeterodyneError(f"the decay of an average is a number from 0 to 1, not {decay}")
+        with self._calls.named("average()"):
+            kept = self._worker.average(decay)
+        return Average(self, self._calls, lambda: self._with_average(kept), self._whole_model)
+
+    @contextmanager
+    def _with_average(self, kept: WeightAverage) -> Iterator[None]:
+        try:
+            with self._worker.applied(kept):
+                self._predictor.forget()
+                yield
+        finally:
+            self._predictor.forget()
+
+    def _whole_model(self) -> dict[str, Any]:
+        return self._names.own_model(self._worker.weights(on=None))
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer (both by the names of the user's model) and step; the same on every rank."""
@@ -317,13 +375,19 @@ class Distributed:
         elif not self._closed:  # the other ranks may not come to any collective any more
             self._leave()
             self._closing.__exit__(kind, error, trace)
-            if self.plan.zero == 3:
-                require_no_write(error)
 
     def _leave(self) -> None:
         self._closed = True
+        self._unheld.release()
         self._records.close()
         self._worker.close()
+
+    def _as_own_code(self, metric: Metric) -> Metric:
+        def called(outputs: Any, batch: Any) -> Any:
+            with self._unheld.guarded():
+                return metric(outputs, batch)
+
+        return called
 
     def _tell(self, call: Callable[[Callback], None]) -> None:
         for callback in self._callbacks:

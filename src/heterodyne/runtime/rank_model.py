@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from heterodyne.runtime.stages.stage_builder import (
     completed_gradients,
     ranges_by_rank,
 )
+from heterodyne.runtime.weights.average import WeightAverage
 from heterodyne.runtime.weights.between_steps import Sample, WeightWatch, sample_of
 from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.finite import all_finite, findings, first_fault
@@ -226,6 +228,24 @@ class RankModel:
         self._asked.leave()
         self._communicator.control.all_reduce(moved).wait()
         return bool(moved.item())
+
+    @contextmanager
+    def lent(self, *, look: bool) -> Iterator[None]:
+        """As `MasterWeights.lent`. ``look``: see `leave`."""
+        with self.masters.lent():
+            yield
+        self.leave(look=look)
+
+    def average(self, decay: float) -> WeightAverage:
+        """Return an average of the weights, which begins with them as they are."""
+        shards = {} if self.sharded is None else self.sharded.own
+        return WeightAverage(self._module, self.masters, self.ownership, self._communicator, shards, decay)
+
+    def average_reads(self, name: str) -> bool:
+        """Return whether this rank keeps anything of an average of that parameter."""
+        if name in self.masters.names:
+            return name in self.masters.updated
+        return self.ownership.holds(self._communicator.rank, name)
 
     def sample(self) -> Sample:
         """A few values of all that must be alike on the ranks that hold it, and train."""

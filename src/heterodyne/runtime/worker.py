@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -40,6 +40,7 @@ from heterodyne.runtime.same_ranks import require_together
 from heterodyne.runtime.slices import GlobalBatchLike
 from heterodyne.runtime.stages.stage_builder import Channels, StageBuilder, StagePrograms
 from heterodyne.runtime.step_result import StepResult
+from heterodyne.runtime.weights.average import WeightAverage
 from heterodyne.runtime.weights.between_steps import Sample
 from heterodyne.runtime.weights.held_state import Held
 from heterodyne.runtime.weights.materialise import Stored
@@ -48,8 +49,11 @@ from heterodyne.runtime.weights.optimizer import (
 )
 from heterodyne.runtime.weights.ownership import Ownership
 from heterodyne.runtime.weights.trainable import require_trained
+from heterodyne.runtime.weights.unheld import UnheldWeights, places_of_unheld
 
 __all__ = ["OptimizerFactory", "StepResult", "Worker"]
+
+_AVERAGES = "averages"
 
 
 class Worker:
@@ -202,6 +206,8 @@ class Worker:
             watch=watch,
             say=say,
         )
+        self._averages: list[WeightAverage] = []
+        self._loaded: dict[int, WeightAverage] = {}  # those that nobody has asked for yet
         self._first = True  # no step has been done here
         self._before: dict[str, Tensor] = {}  # statistics as they were before the step under way
         self._settled = None if communicator.device.type == "cpu" else torch.Event(communicator.device)
@@ -262,6 +268,9 @@ class Worker:
         if not self._role.active and fault is None:
             self.optimizer.step()  # of no gradients: schedulers count steps, and here the program has none
         self._before = {}
+        if fault is None:
+            for average in self._averages:
+                average.update()
         self.steps_done = number + 1
         self._model.leave(look=is_looked_at(self.steps_done))
         self._variants.leave()
@@ -387,15 +396,37 @@ class Worker:
         Ranks that are idle or without samples are given the values of one that trains first. Where devices are unlike, so that they may
         have drifted apart in the last bits, all ranks but one have copies of what that one holds.
         """
-        with self._variants.writing():
-            self._model.moves.bring_together()
-            return {**self._model.state.whole(), **self._progress()}
+        with self._brought_together():
+            return {**self._model.state.whole(), **self._progress(), **self._of_averages(on_keeper=False)}
 
     def own_state(self) -> dict[str, Any]:
         """The part of `state_dict` that this rank answers for; all parts together are the whole. Collective."""
+        with self._brought_together():
+            return {**self._model.state.own(), **self._progress(), **self._of_averages(on_keeper=True)}
+
+    @contextmanager
+    def _brought_together(self) -> Iterator[None]:
+        """All copies of a weight are what the optimizer has made of it; what writes to weights inside is the runtime. Collective."""
         with self._variants.writing():
             self._model.moves.bring_together()
-            return {**self._model.state.own(), **self._progress()}
+            yield
+
+    def _of_averages(self, *, on_keeper: bool) -> dict[str, Any]:
+        found = {str(number): average.state(on_keeper=on_keeper) for number, average in enumerate(self._averages)}
+        return {_AVERAGES: found} if found else {}
+
+    def average(self, decay: float) -> WeightAverage:
+        """Keep one more average of the weights: that which was loaded in its place, or one that begins with them as they are."""
+        found = self._loaded.pop(len(self._averages), None) or self._model.average(decay)
+        found.decay = decay
+        self._averages.append(found)
+        return found
+
+    @contextmanager
+    def applied(self, average: WeightAverage) -> Iterator[None]:
+        """The model has an average in place of its weights while the block runs. Collective as it begins."""
+        with self._brought_together(), self.lent(), average.applied():
+            yield
 
     def _progress(self) -> dict[str, Any]:
         scale = {} if self._model.scale is None else {"loss_scale": self._model.scale.state_dict()}
@@ -406,31 +437,57 @@ class Worker:
         self._model.moves.bring_together()
         return self._model.sample()
 
+    def unheld(self, named: Callable[[str], str]) -> UnheldWeights:
+        """Guard what this rank does not hold whole until that is released; ``named``: what the user calls a parameter of `module`."""
+        places = places_of_unheld(self.ownership, self.placement, self.rank)
+        shapes = self.ownership.shapes
+        return UnheldWeights(self.module, places, shapes, named, rank=self.rank, device=self.device)
+
     def needs(self, keys: Sequence[str]) -> bool:
         """Whether `load_state_dict` reads on this rank what these keys lead to in a `state_dict`."""
+        if keys[0] == _AVERAGES:
+            return self._model.average_reads("/".join(keys[3:]))
         return self._model.state.needs(keys)
 
-    def weights(self) -> dict[str, Any]:
-        """The whole model's state dict on rank 0, nothing on the others. Collective."""
-        with self._variants.writing():
-            self._model.moves.bring_together()
-            return self._model.state.weights()
+    def weights(self, on: int | None = 0) -> dict[str, Any]:
+        """Return the whole model's state dict on one rank, nothing on the others; None: on all. Collective."""
+        with self._brought_together():
+            return self._model.state.weights(on)
 
-    def tensors(self, on: int | None = None) -> dict[str, Tensor]:
-        """Every parameter and buffer by name, whole, on one rank or (None) on all. Collective. Tensors that are held here are the
-        live ones.
+    def tensors(self, on: int | None = None, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Return every parameter and buffer (or those ``names``) by name, whole, on one rank or (None) on all. Collective. Tensors that
+        are held here are the live ones.
         """
-        with self._variants.writing():
-            self._model.moves.bring_together()
-            return self._model.state.tensors(on)
+        with self._brought_together():
+            return self._model.state.tensors(on, names)
 
     def weights_moved(self) -> bool:
         """Whether weights were changed since this was asked last, by a step or by anything else. Collective."""
         return self._model.weights_moved()
 
+    def put(self, values: Mapping[str, Tensor]) -> None:
+        """Set parameters and buffers to other values, whole and the same on every rank; the optimizer's state stays as it is."""
+        with self._variants.writing():
+            self._model.state.put(values)
+
+    def require_as_left(self) -> None:
+        """Raise PlanError if weights were changed since the last step in a way that the next one would not see."""
+        self._model.require_as_left()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """While the block runs weights may be written, if at its end they are as they were, or were `put`."""
+        with self._variants.writing(), self._model.lent(look=is_looked_at(self.steps_done)):
+            yield
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; a rank may leave out what it does not need. Raises CheckpointError."""
         self._model.state.load(state)
+        for number, saved in state.get(_AVERAGES, {}).items():
+            place = int(number)
+            if place >= len(self._averages):
+                self._loaded[place] = self._model.average(saved["decay"])
+            (self._loaded if place in self._loaded else self._averages)[place].load(saved)
         self.steps_done = int(state["step"])
         self._model.leave(look=is_looked_at(self.steps_done))
         self._variants.leave()

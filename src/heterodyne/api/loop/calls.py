@@ -1,31 +1,51 @@
-"""Which collective call of the user's loop a rank is in, for the watchdog: ranks that call different things would wait for ever."""
+"""Which collective call of the user's loop a rank is in.
+
+The watchdog is told, since ranks that call different things would wait for ever; and weights that a rank does not hold whole may be touched
+by the runtime alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext
 
 from heterodyne.api.session import Session
+from heterodyne.errors import HeterodyneError
+from heterodyne.runtime.weights.unheld import UnheldWeights
 
 __all__ = ["Calls"]
 
 
 class Calls:
-    """Names the calls of a loop, the outermost where one makes another."""
+    """Names the calls of a loop, the outermost where one makes another. ``unheld``: those weights of this rank."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, unheld: UnheldWeights) -> None:
         self._watchdog = session.watchdog
+        self._unheld = unheld
         self._inside = False
+        self._block: tuple[str, Collection[str]] | None = None
+
+    @contextmanager
+    def block(self, words: str, allowed: Collection[str] = ()) -> Iterator[None]:
+        """While the block runs, which is ``words`` for people, only calls that are ``allowed`` may be made."""
+        self._block = (words, allowed)
+        try:
+            yield
+        finally:
+            self._block = None
 
     @contextmanager
     def named(self, words: str) -> Iterator[None]:
-        """While the block runs this rank is in that collective call."""
-        if self._watchdog is None or self._inside:
+        """While the block runs this rank is in that collective call. Raises HeterodyneError if it may not be made now."""
+        if self._inside:
             yield
             return
+        if self._block is not None and words not in self._block[1]:
+            raise HeterodyneError(f"{words} is called inside of {self._block[0]}: call it after that block")
         self._inside = True
         try:
-            with self._watchdog.calling(words):
+            calling = nullcontext() if self._watchdog is None else self._watchdog.calling(words)
+            with self._unheld.lifted(), calling:
                 yield
         finally:
             self._inside = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from heterodyne.runtime.weights.optimizer import OptimizerFactory, takes_names
 __all__ = ["Names"]
 
 _MODEL, _LOSS = "model.", "loss_fn."
+_AVERAGES = "averages"
 _LOSS_STATE = "loss"
 """Where the state dict of a loss that is a module stands in the state of a loop."""
 
@@ -43,6 +44,7 @@ class Names:
         of_loss = {
             name.removeprefix(_LOSS): value for name, value in state.get("model", {}).items() if name.startswith(_LOSS)
         }
+        found |= _renamed_averages(state, self.own)
         return {**found, _LOSS_STATE: of_loss} if of_loss else found
 
     def captured_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,7 +57,7 @@ class Names:
             **{f"{_LOSS}{name}": value for name, value in state.get(_LOSS_STATE, {}).items()},
         }
         found["optimizer"] = {self.captured(name): value for name, value in state.get("optimizer", {}).items()}
-        return found
+        return found | _renamed_averages(state, self.captured)
 
     def captured(self, name: str) -> str:
         """The inverse of `own`."""
@@ -68,6 +70,8 @@ class Names:
             return keys
         if part == _LOSS_STATE:
             return ("model", f"{_LOSS}{path[0]}", *path[1:])
+        if part == _AVERAGES:
+            return (part, *path[:2], *map(self.captured, path[2:]))
         return (part, self.captured(path[0]), *path[1:]) if part in ("model", "optimizer") else keys
 
     def of_factory(self, factory: OptimizerFactory) -> OptimizerFactory:
@@ -79,3 +83,12 @@ class Names:
             return factory([(self.own(name), parameter) for name, parameter in named_parameters])
 
         return renamed
+
+
+def _renamed_averages(state: Mapping[str, Any], renamed: Callable[[str], str]) -> dict[str, Any]:
+    """Return the averages of a state under other names of their weights; nothing if it has none."""
+    found = {
+        number: {**saved, "weights": {renamed(name): value for name, value in saved.get("weights", {}).items()}}
+        for number, saved in state.get(_AVERAGES, {}).items()
+    }
+    return {_AVERAGES: found} if found else {}

@@ -12,7 +12,7 @@ from torch import Tensor
 from heterodyne.api.session import Session
 from heterodyne.runtime.worker import Worker
 
-__all__ = ["WeightsAtEnd", "gathered_weights"]
+__all__ = ["WeightsAtEnd", "gathered_weights", "lacking_room"]
 
 WeightsAtEnd: TypeAlias = Literal["all", "rank0", "none"]
 
@@ -28,7 +28,7 @@ def gathered_weights(worker: Worker, session: Session, where: WeightsAtEnd) -> M
     if worker.ownership.whole:
         worker.tensors()
         return {}
-    if where == "all" and not _fits(worker, session):
+    if where == "all" and lacking_room(session, worker.graph.parameter_bytes + worker.graph.buffer_bytes) is not None:
         warnings.warn(
             "the hosts have no room for the whole model on every rank, so its weights are in the model of rank 0 alone; "
             "weights_at_end='rank0' asks for that, trainer.save_pretrained(path) writes them",
@@ -38,10 +38,18 @@ def gathered_weights(worker: Worker, session: Session, where: WeightsAtEnd) -> M
     return worker.tensors(on=None if where == "all" else 0)
 
 
-def _fits(worker: Worker, session: Session) -> bool:
-    """Whether the host of each rank has room for one more model for each of its ranks, and half of that to spare. Collective."""
+def lacking_room(session: Session, bytes_of_rank: float) -> tuple[str, float, float] | None:
+    """Return the first host without room for so many bytes more for each of its ranks, and half of that to spare; None if all have it.
+
+    Of what a rank holds already nothing is counted: the bytes are an upper bound. Collective.
+
+    Returns:
+        Its name, the bytes that it needs, and those that are available.
+    """
     node = session.cluster.devices[session.rank].node
     ranks = sum(device.node == node for device in session.cluster.devices)
-    # Of what a rank holds already nothing is counted: the bytes are an upper bound.
-    needed = ranks * 1.5 * (worker.graph.parameter_bytes + worker.graph.buffer_bytes)
-    return all(session.communicator.all_gather_object(needed < psutil.virtual_memory().available))
+    own = (node, ranks * 1.5 * bytes_of_rank, float(psutil.virtual_memory().available))
+    return next(
+        ((host, needed, free) for host, needed, free in session.communicator.all_gather_object(own) if needed >= free),
+        None,
+    )

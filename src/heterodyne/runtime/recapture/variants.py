@@ -198,9 +198,11 @@ class Variants:
     def writing(self) -> Iterator[None]:
         """What writes to weights inside is the runtime: it brings ranks that do not train up to date."""
         pending = dict.fromkeys(self._names_written())
-        yield
-        self.leave()
-        self._pending = pending
+        try:
+            yield
+        finally:
+            self.leave()
+            self._pending = pending
 
     def step(self, number: int) -> Step:
         """What the next step runs. Raises PlanError, on all ranks, for a change that cannot be followed."""

@@ -53,8 +53,8 @@ def require_alike(samples: Sequence[Sample], step: int) -> None:
             if any(abs(a - b) > bar or (a == a) != (b == b) for a, b in zip(wanted[1:], values[1:], strict=True)):
                 raise PlanError(
                     f"before step {step + 1} {key[0]!r} has other values on rank {rank} than on rank {other}, and each goes on from its "
-                    "own. Change weights and buffers, and rates of the optimizer, alike on every rank: random numbers from one seed, no "
-                    "'if rank == 0', no rate that follows what one rank has measured"
+                    "own. Change weights and buffers, and rates of the optimizer, alike on every rank that holds them: random numbers from "
+                    "one seed, no 'if rank == 0' around the change, no rate that follows what one rank has measured"
                 )
 
 
@@ -87,8 +87,7 @@ class WeightWatch:
         if changed:
             raise PlanError(
                 f"{changed[0]!r} was changed between two steps, and under this plan each device has a part of it: what is computed of a "
-                "part need not be the part of what is computed of the whole. Change weights in a state_dict() of the trainer and "
-                "load_state_dict() that, or take a plan that splits no layer (plan='data' or 'pipeline')"
+                "part need not be the part of what is computed of the whole. Change weights inside of 'with trainer.whole_weights()'"
             )
         if written:
             raise PlanError(

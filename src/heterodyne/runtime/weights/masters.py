@@ -137,6 +137,22 @@ class MasterWeights:
                 master.copy_(self._own_weight(name))
         self.settled()
 
+    @torch.no_grad()
+    def take(self, names: Collection[str]) -> None:
+        """Take over the weights of these parameters, which others have set in the model; further ones may be named."""
+        for name in names:
+            if name in self._masters:
+                self._masters[name].copy_(self._own_weight(name))
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Others may write to the model while the block runs, if at its end the masters have what the model has, or it is as it was."""
+        self._take_over_changes()
+        try:
+            yield
+        finally:
+            self.settled()
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """By name those that there are of what this rank updates."""
         found = {name: self._gradient(name) for name in self.updated}

@@ -13,7 +13,7 @@ from heterodyne.plan.boxes import Box, numel
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.weights.boxed import boxed
 
-__all__ = ["Stored", "fill_in", "place_weights", "replace_held", "stored_tensors"]
+__all__ = ["Stored", "exchanged", "fill_in", "place_weights", "replace_held", "stored_tensors"]
 
 
 class Stored(Protocol):
@@ -178,19 +178,22 @@ def _own(tensor: Tensor, box: Box) -> Tensor:
 
 
 def _placed(tensor: Tensor, value: Tensor | None) -> Tensor:
-    """The tensor with that value, itself if it can be, since the user may hold on to it; without one on the meta device."""
-    if value is not None and not tensor.is_meta:
-        if torch._has_compatible_shallow_copy_type(tensor, value):
-            tensor.data = value
-        else:  # kinds of devices that come with a package of their own
-            torch.utils.swap_tensors(tensor, _like(tensor, value))  # type: ignore[no-untyped-call]
+    """Return the tensor with that value, or on the meta device if it has none here: the same object, since the user may hold on to it."""
+    if value is not None and torch._has_compatible_shallow_copy_type(tensor, value):
+        tensor.data = value
         return tensor
-    return _like(tensor, torch.empty_like(tensor, device="meta") if value is None else value)
+    return exchanged(tensor, torch.empty_like(tensor, device="meta") if value is None else value)
 
 
-def _like(tensor: Tensor, value: Tensor) -> Tensor:
-    """The value as a parameter, if the tensor is one."""
-    return nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+def exchanged(tensor: Tensor, value: Tensor) -> Tensor:
+    """Return the tensor with that value of any device, and its old one in a graph that it is part of; another object if torch refuses."""
+    other = nn.Parameter(value, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    try:
+        # `torch.utils.swap_tensors` refuses a tensor that the graph of an earlier forward holds, and spoils that graph.
+        torch._C._swap_tensor_impl(tensor, other)
+    except RuntimeError:  # something holds a weak reference to the memory
+        return other
+    return tensor
 
 
 def _require_alike(module: nn.Module, communicator: Communicator) -> None:

@@ -9,7 +9,6 @@ to it between two steps is what the others get.
 
 from __future__ import annotations
 
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,9 +25,7 @@ from heterodyne.plan.state_shards import Range
 from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.comm.work import Work
 
-__all__ = ["ShardedParameters", "require_no_write"]
-
-_SHARED_MEMORY = "refers to a single memory location"
+__all__ = ["ShardedParameters"]
 
 
 @dataclass(eq=False)
@@ -69,18 +66,10 @@ def _hollow(like: Tensor, device: torch.device) -> Tensor:
     return torch.full((), torch.nan, dtype=like.dtype, device=device).expand(like.shape)
 
 
-def require_no_write(error: BaseException | None) -> None:
-    """Raises PlanError, with the line, for an error by which torch refuses to write into a parameter that has no values here."""
-    if isinstance(error, RuntimeError) and _SHARED_MEMORY in str(error):
-        place = traceback.extract_tb(error.__traceback__)[-1:]
-        where = "".join(f"{frame.filename}:{frame.lineno}: {frame.line}\n" for frame in place)
-        raise _written(f"{where}a parameter is changed in place") from error
-
-
 def _written(what: str) -> PlanError:
     return PlanError(
-        f"{what} between two steps, and under this plan each device keeps a part of it elsewhere ('zero': 3). Change weights in a "
-        "state_dict() of the trainer and load_state_dict() that, or write 'zero': 2"
+        f"{what} between two steps, and under this plan each device keeps a part of it elsewhere ('zero': 3). Change weights inside of "
+        "'with trainer.whole_weights() as model:', or write 'zero': 2"
     )
 
 

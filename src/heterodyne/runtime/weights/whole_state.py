@@ -27,6 +27,7 @@ __all__ = [
     "held_entries",
     "kept_model",
     "own_boxes",
+    "put_own_part",
     "restored_model",
     "share_whole_state",
 ]
@@ -93,10 +94,16 @@ def gathered_tensors(
     shards: Mapping[str, Tensor] = _NO_SHARDS,
     *,
     on: int | None = None,
+    names: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
-    """Every parameter and buffer, also those that a state dict leaves out, with every value from its keeper. See `gathered_model`."""
+    """Return every parameter and buffer (or those ``names``), also those that a state dict leaves out, with every value from its keeper.
+
+    See `gathered_model`.
+    """
     values: dict[str, Tensor] = {}
     for name, tensor in stored_tensors(module):
+        if names is not None and name not in names:
+            continue
         # A holder that is not the keeper may have drifted from it in the last bits.
         whole = _brought_together(name, shards.get(name, tensor.detach()), ownership, communicator)
         if on is None or on == communicator.rank:
@@ -128,7 +135,7 @@ def _brought_together(name: str, own: Tensor, ownership: Ownership, communicator
 
 
 def _from_keeper(own: Tensor, keeper: int, communicator: Communicator) -> Tensor:
-    """The keeper's tensor, on other ranks a copy: what they hold of it is trained on as it is. Collective."""
+    """Return the keeper's tensor, on other ranks a copy: what they hold of it is trained on as it is. Collective."""
     if communicator.rank == keeper:
         communicator.control.broadcast(own.data, keeper)  # a broadcast counts as a write, also where it sends
         return own
@@ -218,13 +225,20 @@ def restored_model(
         shape = tuple(ownership.shapes[names[id(entry)]]) if box else tuple(entry.shape)
         if name not in state or tuple(state[name].shape) != shape:
             raise CheckpointError(f"the checkpoint has no {name!r} of shape {shape}: it is of another model")
-        with torch.no_grad():
-            own = shards.get(names.get(id(entry), name))
-            if own is None:
-                entry.copy_(boxed(state[name], box))
-            elif own.numel():
-                start, stop = ownership.updated(rank, names[id(entry)]) or (0, own.numel())
-                own.copy_(boxed(state[name], box).reshape(-1)[start:stop])
+        put_own_part(names.get(id(entry), name), entry, state[name], ownership, rank, shards)
+
+
+@torch.no_grad()
+def put_own_part(
+    name: str, tensor: Tensor, whole: Tensor, ownership: Ownership, rank: int, shards: Mapping[str, Tensor] = _NO_SHARDS
+) -> None:
+    """Set what this rank holds of a parameter or buffer to its part of a ``whole`` value. ``shards``: see `kept_model`."""
+    part, own = boxed(whole, ownership.box(rank, name)), shards.get(name)
+    if own is None:
+        tensor.copy_(part)
+    elif own.numel():
+        start, stop = ownership.updated(rank, name) or (0, own.numel())
+        own.copy_(part.reshape(-1)[start:stop])
 
 
 def own_boxes(state: Mapping[str, Mapping[str, Any]], ownership: Ownership, rank: int) -> dict[str, dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,6 +25,7 @@ from heterodyne.runtime.weights.whole_state import (
     held_entries,
     kept_model,
     own_boxes,
+    put_own_part,
     restored_model,
     share_whole_state,
 )
@@ -124,20 +125,29 @@ class WorkerState:
         )
         return replace(held, state={**held.state, **self._options()})
 
-    def weights(self) -> dict[str, Any]:
-        """The whole model's state dict on rank 0, nothing on the others. Collective."""
+    def weights(self, on: int | None = 0) -> dict[str, Any]:
+        """Return the whole model's state dict on one rank, nothing on the others; None: on all. Collective."""
         self._lead()
         if self._alike:
-            return self._module.state_dict() if self._communicator.rank == 0 else {}
-        return gathered_model(self._module, self._ownership, self._communicator, self._shards, on=0)
+            return self._module.state_dict() if on in (None, self._communicator.rank) else {}
+        return gathered_model(self._module, self._ownership, self._communicator, self._shards, on=on)
 
-    def tensors(self, on: int | None) -> dict[str, Tensor]:
-        """Every parameter and buffer by name, on one rank or (None) on all. Collective. See `whole`."""
+    def tensors(self, on: int | None, names: Collection[str] | None = None) -> dict[str, Tensor]:
+        """Return every parameter and buffer (or those ``names``) by name, on one rank or (None) on all. Collective. See `whole`."""
         self._lead()
         if self._alike:
             here = on is None or on == self._communicator.rank
-            return {name: tensor.detach() for name, tensor in stored_tensors(self._module)} if here else {}
-        return gathered_tensors(self._module, self._ownership, self._communicator, self._shards, on=on)
+            stored = stored_tensors(self._module) if here else ()
+            return {name: tensor.detach() for name, tensor in stored if names is None or name in names}
+        return gathered_tensors(self._module, self._ownership, self._communicator, self._shards, on=on, names=names)
+
+    def put(self, values: Mapping[str, Tensor]) -> None:
+        """Set parameters and buffers to other values, whole and the same on every rank; the optimizer's state stays as it is."""
+        rank = self._communicator.rank
+        for name, tensor in stored_tensors(self._module):
+            if name in values and self._ownership.holds(rank, name):
+                put_own_part(name, tensor, values[name], self._ownership, rank, self._shards)
+        self._masters.take(values)
 
     def needs(self, keys: Sequence[str]) -> bool:
         """Whether `load` reads on this rank what these keys lead to."""

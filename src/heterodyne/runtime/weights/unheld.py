@@ -1,0 +1,271 @@
+"""Weights that a rank does not hold whole: using their values between two calls of the trainer raises.
+
+Such a tensor is on the meta device, is not a number (``zero: 3``), or is a slice, and torch computes with each of them without complaint.
+Between two calls its class is therefore one of our own, by which torch tells of every use (``__torch_function__``). What is asked of shape
+and type is answered for the whole tensor; everything else raises a PlanError. While the runtime works, the class is the tensor's own again.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NoReturn, SupportsIndex, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from heterodyne.errors import PlanError
+from heterodyne.runtime.placement import Placement
+from heterodyne.runtime.weights.materialise import stored_tensors
+from heterodyne.runtime.weights.ownership import Ownership
+
+__all__ = ["UnheldWeights", "places_of_unheld"]
+
+_OF_WHOLE = frozenset(
+    {".shape", ".ndim", ".dtype", ".layout", ".nbytes", ".itemsize", ".is_sparse", ".is_quantized", ".is_nested"}
+    | {"size", "numel", "nelement", "dim", "ndimension", "stride", "element_size", "__len__", "is_contiguous"}
+    | {"is_floating_point", "is_complex", "is_signed"}
+)
+"""What the whole tensor, without memory, is asked in place of this one. Attributes begin with a point."""
+
+_OF_ITSELF = frozenset(
+    {".requires_grad", ".requires_grad =", "requires_grad_", ".is_leaf", ".retains_grad", ".is_meta", ".grad_fn"}
+    | {"._backward_hooks", "._post_accumulate_grad_hooks", "._version", "__dir__", "__hash__"}
+    | {"_has_compatible_shallow_copy_type"}  # asks for the kind of device
+)
+
+_ATTRIBUTE = "_unheld"
+
+
+@dataclass(kw_only=True, eq=False)
+class _Unheld:
+    """``place``: which ranks hold what of it; ``whole``: a tensor of its whole shape on the meta device; ``device``: of this rank.
+
+    ``cleared``: no step has been since its gradient was set to None, or at all.
+    """
+
+    name: str
+    place: str
+    rank: int
+    whole: Tensor
+    device: torch.device
+    cleared: bool = True
+
+    def refuse(self, use: str) -> NoReturn:
+        """Raise PlanError for this use of the tensor's values."""
+        raise PlanError(
+            f"{use} needs the values of {self.name!r}, which rank {self.rank} does not hold whole under this plan: {self.place}. "
+            "To read or change weights between two steps use 'with trainer.whole_weights() as model:', on every rank; for a moving "
+            "average of them trainer.average(decay); to save them trainer.save_pretrained(path) or trainer.state_dict(), and "
+            "trainer.load_state_dict() to set them; for outputs trainer.predict(batch), for a loss trainer.evaluate(batch)"
+        )
+
+
+class _Guarded:
+    """Comes before the class of a tensor. What it says of itself is for people who look for a fault."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        kinds: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = kwargs or {}
+        use = _use(function)
+        tensor = next((leaf for leaf in pytree.tree_leaves((args, given)) if isinstance(leaf, _Guarded)), None)
+        if tensor is None:
+            raise PlanError(f"{use} needs the values of a weight that this rank does not hold whole under this plan")
+        unheld = _unheld_of(tensor)
+        if use in {".device", ".is_cpu", ".is_cuda", "get_device"}:
+            return function(torch.empty(0, device=unheld.device))
+        if use in _OF_WHOLE:
+            args, given = pytree.tree_map_only(_Guarded, lambda leaf: _unheld_of(leaf).whole, (args, given))
+            return function(*args, **given)
+        if use in (".grad", ".grad =") and _is_without_gradient(unheld, use, args):
+            return None
+        if (use == "to" and _is_there(unheld, args, given)) or (use == ".data =" and args[1] is tensor):
+            return tensor
+        if use in _OF_ITSELF:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **given)
+        return unheld.refuse(use)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        _unheld_of(self).refuse("copy.deepcopy")
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        _unheld_of(self).refuse("a copy or a file of the model (copy, pickle, torch.save)")
+
+    def __repr__(self) -> str:
+        unheld = _unheld_of(self)
+        return f"<{unheld.name}: {tuple(unheld.whole.shape)} {unheld.whole.dtype}, {unheld.place}>"
+
+    def __format__(self, form: str) -> str:
+        if form:
+            _unheld_of(self).refuse(f"format {form!r}")
+        return repr(self)
+
+
+def _unheld_of(tensor: object) -> _Unheld:
+    return cast(_Unheld, getattr(tensor, _ATTRIBUTE))
+
+
+def _use(function: Callable[..., Any]) -> str:
+    """Return the name of what torch was asked for; of an attribute with a point before it."""
+    name = getattr(function, "__name__", str(function))
+    attribute = getattr(getattr(function, "__self__", None), "__name__", "")
+    return {"__get__": f".{attribute}", "__set__": f".{attribute} =", "__delete__": f"del .{attribute}"}.get(name, name)
+
+
+def _is_without_gradient(unheld: _Unheld, use: str, args: tuple[Any, ...]) -> bool:
+    """Return whether the gradient is None for the user too, since it was cleared, is cleared now, or an optimizer passes over it."""
+    frame: types.FrameType | None = sys._getframe(2)
+    if use == ".grad =" or (frame is not None and frame.f_code is nn.Module.zero_grad.__code__):
+        unheld.cleared = unheld.cleared or use == ".grad" or args[1] is None
+        return use == ".grad" or args[1] is None
+    if unheld.cleared or (frame is not None and frame.f_code is nn.Module._apply.__code__):
+        return True
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_there(unheld: _Unheld, args: tuple[Any, ...], given: dict[str, Any]) -> bool:
+    """Return whether ``to`` asks for the device and type that the tensor has, as ``model.to(device)`` does of a model that is there."""
+    try:
+        device, dtype, _, form = torch._C._nn._parse_to(*args[1:], **given)
+    except (TypeError, RuntimeError):
+        return False
+    here = device is None or (device.type == unheld.device.type and device.index in (None, unheld.device.index))
+    return here and dtype in (None, unheld.whole.dtype) and form is None
+
+
+class UnheldWeights:
+    """The guards of the weights of one rank that it does not hold whole.
+
+    Args:
+        module: the model as it is on this rank.
+        places: by name, of those that it does not hold whole, who holds them, in words.
+        shapes: their whole shapes.
+        named: the user's name of each.
+        rank, device: of this process.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        places: Mapping[str, str],
+        shapes: Mapping[str, tuple[int, ...]],
+        named: Callable[[str], str],
+        *,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        kinds: dict[type[Tensor], type[Tensor]] = {}
+        self._of: list[tuple[str, Tensor, type[Tensor], type[Tensor]]] = []
+        self._lifted = 1
+        self._there: frozenset[str] = frozenset()
+        for name, tensor in stored_tensors(module):
+            if name not in places:
+                continue
+            whole = torch.empty(shapes[name], dtype=tensor.dtype, device="meta")
+            unheld = _Unheld(name=named(name), place=places[name], rank=rank, whole=whole, device=device)
+            setattr(tensor, _ATTRIBUTE, unheld)
+            own = type(tensor)
+            if own not in kinds:
+                kinds[own] = cast(type[Tensor], types.new_class(f"Unheld{own.__name__}", (_Guarded, own)))
+            self._of.append((name, tensor, own, kinds[own]))
+        self._guard()
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """The tensors are as they are for torch while the block runs."""
+        self._lift()
+        try:
+            yield
+        finally:
+            self._guard()
+
+    def note_step(self) -> None:
+        """A step makes gradients, of which there are none here."""
+        for _, tensor, _, _ in self._of:
+            _unheld_of(tensor).cleared = False
+
+    @contextmanager
+    def there(self, names: Collection[str]) -> Iterator[None]:
+        """The tensors of these names are whole while the block runs. It begins and ends while guards are lifted."""
+        self._there = frozenset(names)
+        try:
+            yield
+        finally:
+            self._there = frozenset()
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """The user's own code runs while the runtime works: the guards are there again."""
+        lifted, self._lifted = self._lifted, 1
+        self._guard()
+        try:
+            yield
+        finally:
+            self._lift()
+            self._lifted = lifted
+
+    def release(self) -> None:
+        """Let the tensors be ordinary ones for good."""
+        self._lift()
+        for _, tensor, _, _ in self._of:
+            delattr(tensor, _ATTRIBUTE)
+        self._of.clear()
+
+    def _lift(self) -> None:
+        if not self._lifted:
+            for _, tensor, own, _ in self._of:
+                tensor.__class__ = own
+        self._lifted += 1
+
+    def _guard(self) -> None:
+        self._lifted -= 1
+        if not self._lifted:
+            for name, tensor, _, guarded in self._of:
+                if name not in self._there:
+                    tensor.__class__ = guarded
+
+
+def places_of_unheld(ownership: Ownership, placement: Placement, rank: int) -> dict[str, str]:
+    """Return, in words, who holds each parameter and buffer that a rank does not hold whole."""
+    if ownership.whole:
+        return {}
+    found: dict[str, str] = {}
+    for name, owners in ownership.owners.items():
+        holders = _ranks(owners, placement)
+        if ownership.apart and name in ownership.shards:
+            keepers = sorted(
+                {of for ranges in ownership.shards[name].values() for of, (low, high) in ranges.items() if low < high}
+            )
+            if keepers and not (keepers == [rank] and prod(ownership.shapes[name]) == 1):
+                found[name] = f"each of {_ranks(keepers, placement)} keeps a range of it ('zero': 3)"
+        elif ownership.box(rank, name):
+            found[name] = f"each of {holders} holds a part of it"
+        elif not ownership.holds(rank, name):
+            found[name] = f"{holders} {'holds' if len(owners) == 1 else 'hold'} it"
+    return found
+
+
+def _ranks(ranks: tuple[int, ...] | list[int], placement: Placement) -> str:
+    """Return the ranks and their stages in words."""
+    stages = sorted({stage for rank in ranks for stage in placement.places[rank].stages})
+    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+    said = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks[:4]))}{more}"
+    return f"{said} ({'stage' if len(stages) == 1 else 'stages'} {', '.join(map(str, stages))})" if stages else said
