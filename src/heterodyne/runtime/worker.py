@@ -177,7 +177,7 @@ class Worker:
             optimizer=held.optimizer,
             clipping=held.clipping(clip_grad_norm),
             control=communicator.control,
-            differ=held.moves.settle,
+            moves=held.moves,
             recorder=self.recorder,
             watch=watch,
         )
@@ -192,11 +192,8 @@ class Worker:
         require_trained(self.graph)
         started_s = time.perf_counter()
         number = self.steps_done if step is None else step
-        moves = self._model.moves
-        if moves.marked:
-            moves.bring_together()
-        moved = moves.seen(values=is_looked_at(number) or self.device.type == "cpu")
-        work = self._work(batch, number, moved=moved)
+        self._model.moves.begin()
+        work = self._work(batch, number)
         self._before = before = {name: buffer.clone() for name, buffer in self._model.statistics.items()}
         with self._told_of_memory(number), told_with_place(self.module, f"step {number + 1}"):
             if self._later is not None and is_looked_at(number) and self._role.micro_batches.samples:
@@ -204,10 +201,10 @@ class Worker:
                 look(work.source, self._role.spans(), number)
             loss = self._executor.run(work)
             if work.stale:
-                moves.spread()
+                self._model.moves.spread()
                 for name, value in before.items():
                     self._model.statistics[name].copy_(value)
-                work = self._work(batch, number)
+                work = self._batches.step(batch, number)
                 loss = self._executor.run(work)
         fault = self._model.fault(work, loss, before) if work.skipped else None
         scale = None if self._model.scale is None else self._model.scale.value
@@ -406,13 +403,11 @@ class Worker:
         """Bytes that are resident in this process, but belong to other ranks."""
         return self._communicator.borrowed_bytes
 
-    def _work(self, batch: GlobalBatchLike, number: int, *, moved: bool = False) -> Step:
+    def _work(self, batch: GlobalBatchLike, number: int) -> Step:
         self._model.require_as_left()
         if self._values is not None:
             self._values.require_unchanged()
-        work = self._batches.step(batch, number)
-        work.moved = moved
-        return work
+        return self._batches.step(batch, number)
 
     @property
     def _role(self) -> RankRole:
