@@ -87,8 +87,9 @@ class WeightWatch:
         if changed:
             raise PlanError(
                 f"{changed[0]!r} was changed between two steps, and under this plan each device has a part of it: what the script, or the "
-                "optimizer outside of its step, computes of a part need not be the part of what is computed of the whole. Change weights in a "
-                "state_dict() of the trainer and load_state_dict() that, or take a plan that splits no layer (plan='data' or 'pipeline')"
+                "optimizer outside of its step, computes of a part need not be the part of what is computed of the whole. Change weights "
+                "in a state_dict() of the trainer and load_state_dict() that, or take a plan that splits no layer (plan='data' or "
+                "'pipeline')"
             )
         if written:
             raise PlanError(
