@@ -28,6 +28,7 @@ from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.gradients import GradientBuckets
 from heterodyne.runtime.weights.loss_scale import LossScale
 from heterodyne.runtime.weights.masters import MasterWeights
+from heterodyne.runtime.weights.outside_moves import OutsideMoves
 from heterodyne.runtime.weights.parameter_groups import set_rate
 from heterodyne.runtime.weights.sharded_parameters import ShardedParameters
 
@@ -67,8 +68,8 @@ class Step:
         grad_norm: filled by CLIP.
         agreed: whether all ranks run the same model; asked before the update, which is left out if not.
         skipped: filled by STEP: nothing was updated, since loss or norm is not finite, or ranks run different models.
-        moved: the optimizer has moved weights of this rank since the last step, of which others may hold a copy.
-        stale: filled by STEP: they do, so that the gradients are those of a mixture, and nothing was updated.
+        stale: filled by STEP: the optimizer has moved weights outside of its step, so that the gradients are those of a mixture, and
+            nothing was updated.
     """
 
     number: int
@@ -84,7 +85,6 @@ class Step:
     grad_norm: Tensor | None = None
     agreed: Callable[[], bool] = lambda: True
     skipped: bool = False
-    moved: bool = False
     stale: bool = False
 
 
@@ -100,7 +100,7 @@ class Executor:
         clipping: what CLIP does.
         sharded: the parameters of which it keeps a part; None: it keeps all.
         scale: of the loss; None: it is not scaled.
-        differ: tells, for all ranks together, whether any of them hold other values of one weight; asked where one has `moved` any.
+        moves: of the optimizer, outside of its step.
         control: joins all ranks; carries the loss.
         recorder: notes what happens when.
         watch: is informed before each action and each wait; None: nobody watches.
@@ -117,7 +117,7 @@ class Executor:
         optimizer: torch.optim.Optimizer,
         clipping: Clipping,
         control: ProcessGroup,
-        differ: Callable[[], bool],
+        moves: OutsideMoves,
         sharded: ShardedParameters | None = None,
         scale: LossScale | None = None,
         recorder: Recorder,
@@ -135,7 +135,7 @@ class Executor:
         self._optimizer = optimizer
         self._clipping = clipping
         self._control = control
-        self._differ = differ
+        self._moves = moves
         self._sharded = sharded
         self._scale = scale
         self._scaled = False
@@ -197,7 +197,7 @@ class Executor:
     def _known(self, loss: Tensor, step: Step) -> float:
         """The loss of the global batch, as it has come; on the way, whether the weights were the same on all ranks."""
         found = known_loss(loss[:2])
-        step.stale = bool(loss[3].item()) and self._differ()
+        step.stale = bool(loss[3].item()) and self._moves.settle()
         return found
 
     def _tell(self, step: Step) -> Callable[[], None]:
@@ -314,7 +314,7 @@ class Executor:
         self._turn("reading the losses")
         values = torch.stack(list(step.losses.values())).tolist() if step.losses else []  # as wide as Python's numbers
         weights = [step.weights.of(index) for index in step.losses]
-        others = float(self._gradients.differs), float(step.moved)
+        others = float(self._gradients.differs), float(self._moves.told())
         loss = torch.tensor([*weighted_sum(weights, values), *others], dtype=torch.float64)
         return loss, self._control.all_reduce(loss)
 

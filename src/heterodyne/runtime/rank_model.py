@@ -224,7 +224,7 @@ class RankModel:
 
     def weights_moved(self) -> bool:
         """Whether weights of any rank were changed since this was asked last. Collective."""
-        moved = torch.tensor([float(bool(self._asked.changed(values=True)))], dtype=torch.float64)
+        moved = torch.tensor([float(bool(self._asked.changed()))], dtype=torch.float64)
         self._asked.leave()
         self._communicator.control.all_reduce(moved).wait()
         return bool(moved.item())

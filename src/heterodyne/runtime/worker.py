@@ -222,7 +222,7 @@ class Worker:
             optimizer=held.optimizer,
             clipping=held.clipping(clip_grad_norm),
             control=communicator.control,
-            differ=held.moves.settle,
+            moves=held.moves,
             recorder=self.recorder,
             watch=watch,
         )
@@ -240,12 +240,9 @@ class Worker:
         now = self._variants.step(number)
         graph = now.variant.capture.graph
         require_trained(graph)
-        moves = self._model.moves
         with self._variants.writing():
-            if moves.marked:
-                moves.bring_together()
-            moved = moves.seen(values=is_looked_at(number) or self.device.type == "cpu")
-        work = self._work(batch, number, now, moved=moved)
+            self._model.moves.begin()
+        work = self._work(batch, number, now)
         self._before = before = {name: buffer.clone() for name, buffer in self._model.statistics(graph).items()}
         with self._told_of_memory(number), told_with_place(self.module, f"step {number + 1}"):
             self._look_at_parts(work, now)
@@ -253,7 +250,7 @@ class Worker:
             if not now.agreed():
                 raise self._variants.disagreement()
             if work.stale:
-                moves.spread()
+                self._model.moves.spread()
                 for name, value in before.items():
                     self._model.buffers[name].copy_(value)
                 work = self._work(batch, number, now)
@@ -531,9 +528,9 @@ class Worker:
         """Bytes that are resident in this process, but belong to other ranks."""
         return self._communicator.borrowed_bytes
 
-    def _work(self, batch: GlobalBatchLike, number: int, now: StepOfVariant, *, moved: bool = False) -> Step:
+    def _work(self, batch: GlobalBatchLike, number: int, now: StepOfVariant) -> Step:
         work = now.variant.batches.step(batch, number, now.numbers)
-        work.agreed, work.moved = now.agreed, moved
+        work.agreed = now.agreed
         return work
 
     @property

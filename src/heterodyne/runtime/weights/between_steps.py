@@ -86,8 +86,9 @@ class WeightWatch:
         changed = [name for name in self._parts if not same[name]] + [name for name in written if name in self._parts]
         if changed:
             raise PlanError(
-                f"{changed[0]!r} was changed between two steps, and under this plan each device has a part of it: what is computed of a "
-                "part need not be the part of what is computed of the whole. Change weights inside of 'with trainer.whole_weights()'"
+                f"{changed[0]!r} was changed between two steps, and under this plan each device has a part of it: what the script, or the "
+                "optimizer outside of its step, computes of a part need not be the part of what is computed of the whole. Change weights "
+                "inside of 'with trainer.whole_weights()'"
             )
         if written:
             raise PlanError(

@@ -7,7 +7,7 @@ fp32 copies, and the model gets these rounded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -123,6 +123,11 @@ class MasterWeights:
     def apart(self) -> Mapping[str, nn.Parameter]:
         """Of what is updated, all but the parameters themselves."""
         return {name: made for name, made in self.updated.items() if made is not self._parameters[name]}
+
+    @property
+    def own_memory(self) -> Set[str]:
+        """The names of those of which the model has a copy."""
+        return self._masters.keys()
 
     @property
     def masters(self) -> Mapping[str, nn.Parameter]:

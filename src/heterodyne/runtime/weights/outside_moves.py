@@ -41,18 +41,25 @@ class Left:
             self._places = places
         self._values = torch.cat(self._views) if self._views else torch.empty(0)
 
-    def changed(self, *, values: bool) -> list[str]:
-        """Return the names of those that have changed. ``values``: those few are compared too, for which the host waits for a device."""
-        now = _counted(self._tensors.values())
-        same_values = not values or not self._views or torch.equal(torch.cat(self._views), self._values)
-        if same_values and now == self._counted:
+    def is_counted(self) -> bool:
+        """Whether any was written to as autograd counts it, or lies elsewhere."""
+        return _counted(self._tensors.values()) != self._counted
+
+    @torch.no_grad()
+    def has_other_values(self) -> Tensor:
+        """Whether any of the values differ, which the host does not wait for."""
+        return (torch.cat(self._views) != self._values).any() if self._views else torch.tensor(False)
+
+    @torch.no_grad()
+    def changed(self) -> list[str]:
+        """Return the names of those that have changed. The host waits for a device."""
+        counted = _counted(self._tensors.values())
+        if counted == self._counted and not self.has_other_values():
             return []
-        written = [a != b for a, b in zip(now, self._counted, strict=True)]
-        if not same_values:
-            before = torch.split(self._values, [view.numel() for view in self._views])
-            other = [bool((a != b).any()) for a, b in zip(self._views, before, strict=True)]  # dtypes may differ
-            written = [a or b for a, b in zip(written, other, strict=True)]
-        return [name for name, of in zip(self._tensors, written, strict=True) if of]
+        before = torch.split(self._values, [view.numel() for view in self._views])
+        other = [bool((a != b).any()) for a, b in zip(self._views, before, strict=True)]
+        written = [a != b for a, b in zip(counted, self._counted, strict=True)]
+        return [name for name, *of in zip(self._tensors, other, written, strict=True) if any(of)]
 
 
 def _counted(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
@@ -74,6 +81,9 @@ class OutsideMoves:
         gathered: the buckets of this rank that a step gathers after its update, in that order.
 
     ``marked``: whether a move was seen since the last step, on any rank; then another is likely to come before the next one.
+
+    A step would pay for asking all ranks before it, so it begins with what this rank knows by itself, and tells of moves along with its
+    loss (`told`). If weights were a mixture on any rank (`settle`), nothing is updated, and it is done again.
     """
 
     def __init__(
@@ -89,6 +99,9 @@ class OutsideMoves:
         self._gathered = gathered
         self._left = Left(masters.apart)
         self._anywhere = any(communicator.all_gather_object(bool(masters.apart)))
+        self._moved = False  # so that others have to be asked
+        self._late = False  # the step under way began with other weights
+        self._other_values: Tensor | None = None
         self._fault: str | None = None
         self.marked = False
 
@@ -97,15 +110,30 @@ class OutsideMoves:
         self.marked = False
         self._left.leave()
 
-    def seen(self, *, values: bool) -> bool:
-        """Give the model what was moved of copies; whether others have to be told, since they may have those weights too.
+    def begin(self) -> None:
+        """A step begins: the model gets what was moved of copies, as far as writes are counted; values are compared meanwhile."""
+        if self.marked:
+            self.bring_together()
+        elif self._left.is_counted():
+            self._give()
+        else:
+            self._other_values = self._left.has_other_values()
 
-        ``values``: also look for what was written through ``.data``, for which the host waits for a device.
-        """
-        moved = self._left.changed(values=values)
-        if moved:
-            self._fault = self._masters.give(moved)
-        return bool(moved) and (bool(self._gathered) or self._fault is not None)
+    def told(self) -> bool:
+        """Whether all ranks have to ask each other (`settle`) before the step that has begun updates anything."""
+        if self._other_values is not None and self._other_values:
+            self._late = self._give()
+        self._other_values = None
+        return self._moved
+
+    def _give(self) -> bool:
+        """Give the model what was moved of copies; whether there was any."""
+        names = self._left.changed()
+        self._fault = self._masters.give(names) or self._fault
+        given = not self._masters.own_memory.isdisjoint(names)
+        self._moved |= bool(names) and (given or bool(self._gathered) or self._fault is not None)
+        self._left.leave()
+        return given
 
     def bring_together(self) -> None:
         """All copies of a weight become what the optimizer that updates it has made of it. Collective.
@@ -114,28 +142,35 @@ class OutsideMoves:
         """
         if not self._anywhere:
             return
-        seen = torch.tensor([float(self.seen(values=True))], dtype=torch.float64)
-        self._communicator.control.all_reduce(seen).wait()
-        if seen.item():
+        self._give()
+        moved = torch.tensor([float(self._moved)], dtype=torch.float64)
+        self._communicator.control.all_reduce(moved).wait()
+        if moved.item():
             self.marked = True
             if self.settle():
                 self.spread()
-        self._left.leave()
 
     def settle(self) -> bool:
-        """Whether ranks hold other values of one weight, so that `spread` is needed. Collective. Raises PlanError as `bring_together`."""
-        of_all = self._communicator.all_gather_object((self._gradients.byte_sums(self._gathered), self._fault))
+        """Whether ranks hold other values of one weight, or began the step under way with others, so that `spread` is needed. Collective.
+
+        Raises PlanError as `bring_together`.
+        """
+        own = (self._gradients.byte_sums(self._gathered), self._late, self._fault)
+        of_all = self._communicator.all_gather_object(own)
+        self._moved = self._late = False
         self._fault = None
-        first: dict[int, int] = {}
-        unlike = [first.setdefault(bucket, found) != found for own, _ in of_all for bucket, found in own.items()]
-        fault = next((fault for _, fault in of_all if fault is not None), None)
+        fault = next((fault for *_, fault in of_all if fault is not None), None)
         if fault is not None:
             raise PlanError(fault)
-        return any(unlike)
+        first: dict[int, int] = {}
+        unlike = [first.setdefault(bucket, found) != found for sums, *_ in of_all for bucket, found in sums.items()]
+        return any(unlike) or any(late for _, late, _ in of_all)
 
+    @torch.no_grad()
     def spread(self) -> None:
         """Exchange the weights of each bucket as after a step. Collective."""
         with self._masters.writing():
             for bucket in self._gathered:
                 self._gradients.gather(bucket)
             self._gradients.wait_gathered()
+        self._left.leave()
