@@ -13,7 +13,7 @@ from life.optimizers import OPTIMIZERS
 from life.script import SAMPLES, SCRIPT, Line, number_of
 from life.subject import RUN_WHOLE, Change, Subject
 
-__all__ = ["KINDS", "OF_OPTIMIZER", "SUBJECTS", "Life", "changes_of", "draw"]
+__all__ = ["ALONE", "KINDS", "OF_OPTIMIZER", "RESUMED", "SUBJECTS", "Life", "changes_of", "draw"]
 
 SUBJECTS = {subject.name: subject for subject in (*dense.SUBJECTS, *sequences.SUBJECTS)}
 
@@ -80,13 +80,14 @@ FEWEST, MOST = 6, 20
 WHOLE_WEIGHTS = hasattr(hd.Distributed, "whole_weights")
 """Whether trainers have this method, which shows all weights under plans that cut the model."""
 
+ALONE, RESUMED, SHAPES = "on one rank alone", "resumed under another plan", "other shapes"
 _OF_SUBJECTS = [change for subject in SUBJECTS.values() for change in subject.changes]
 _OF_OPTIMIZERS = [change for changes in OF_OPTIMIZER.values() for change in changes]
 KINDS = (
     *dict.fromkeys(change.kind for change in (*OF_ALL, PREDICT, *_OF_OPTIMIZERS, *_OF_SUBJECTS)),
-    "other shapes",
-    "resumed under another plan",
-    "on one rank alone",
+    SHAPES,
+    RESUMED,
+    ALONE,
 )
 
 
@@ -137,21 +138,21 @@ def draw(
     changes = [change for change in changes_of(subject, optimizer) if change.kind in kinds]
     steps = random.randint(FEWEST, MOST)
     plan = random.choice(_plans(subject, plans))
-    if "on one rank alone" in kinds and plan in RUN_WHOLE and random.random() < 0.1:
+    if ALONE in kinds and plan in RUN_WHOLE and random.random() < (0.1 if len(kinds) > 1 else 1.0):
         return Life(subject.name, optimizer, ((plan, tuple(_with_one_alone(random, subject, optimizer, plan, steps))),))
     drawn = _drawn(random, changes, steps)
     shaped = {}
-    if "other shapes" in kinds and subject.shapes and random.random() < 0.5:
+    if SHAPES in kinds and subject.shapes and random.random() < 0.5:
         shaped = {step: random.choice(subject.shapes) for step in range(2, steps) if random.random() < 0.3}
     lines = tuple(_lines(drawn, steps, shaped))
-    if "resumed under another plan" not in kinds or random.random() < 0.85:
+    if RESUMED not in kinds or random.random() < (0.85 if len(kinds) > 1 else 0.0):
         return Life(subject.name, optimizer, ((plan, lines),))
     middle = random.randint(2, steps - 2)
     other = random.choice(_plans(subject, plans))
     first = tuple(line for line in lines if line.step < middle)
     # The script of the second part begins anew: what only the first one had made is not in its sight.
     rest = tuple(line for line in lines if line.step >= middle and line.kind not in NEEDS)
-    resumed = Line(middle, "resumed under another plan", ("checkpoint",), "pass")
+    resumed = Line(middle, RESUMED, ("checkpoint",), "pass")
     return Life(subject.name, optimizer, ((plan, first), (other, (resumed, *rest))))
 
 
@@ -192,9 +193,7 @@ def _with_one_alone(random: Random, subject: Subject, optimizer: str, plan: str,
     alone = [change for change in changes_of(subject, optimizer) if change.alone]
     change, step = random.choice(alone), random.randint(1, steps - 1)
     rank = random.randrange(3 if plan == "data 3" else 2)
-    line = Line(
-        step, "on one rank alone", ("rank 0", "rank 1", "rank 2", "ranks"), _written(random, change, other=True), rank
-    )
+    line = Line(step, ALONE, ("rank 0", "rank 1", "rank 2", "ranks"), _written(random, change, other=True), rank)
     yield from _lines([line], steps, {})
 
 
@@ -202,4 +201,4 @@ def _lines(drawn: Sequence[Line], steps: int, shaped: dict[int, object]) -> Iter
     for step in range(steps):
         yield from (line for line in drawn if line.step == step)
         shape = tuple(dict(shaped[step]).items()) if step in shaped else ()
-        yield Line(step, "other shapes" if shape else "step", ("shape", "length", "size"), shape=shape)
+        yield Line(step, SHAPES if shape else "step", ("shape", "length", "size"), shape=shape)
