@@ -76,6 +76,10 @@ OF_OPTIMIZER = {
 }
 NEEDS = {"hooks removed": "hook on a part", "state loaded back": "state kept"}
 """What only makes sense after another change."""
+FORBIDS = {"state loaded back": {"part replaced"}, "part replaced": {"state kept"}}
+"""What has no place after another change: the state of an optimizer names weights by their place, so that of a weight that is gone would
+go to the one in its place.
+"""
 FEWEST, MOST = 6, 20
 WHOLE_WEIGHTS = hasattr(hd.Distributed, "whole_weights")
 """Whether trainers have this method, which shows all weights under plans that cut the model."""
@@ -149,7 +153,7 @@ def draw(
         return Life(subject.name, optimizer, ((plan, lines),))
     middle = random.randint(2, steps - 2)
     other = random.choice(_plans(subject, plans))
-    first = tuple(line for line in lines if line.step < middle)
+    first = tuple(line for line in lines if line.step < middle and line.kind != "part replaced")  # see FORBIDS
     # The script of the second part begins anew: what only the first one had made is not in its sight.
     rest = tuple(line for line in lines if line.step >= middle and line.kind not in NEEDS)
     resumed = Line(middle, RESUMED, ("checkpoint",), "pass")
@@ -177,7 +181,8 @@ def _drawn(random: Random, changes: Sequence[Change], steps: int) -> list[Line]:
     for step in sorted(random.randint(1, steps - 1) for _ in range(random.randint(2, 6) if kinds else 0)):
         kind = random.choice(kinds)
         change = random.choice([change for change in changes if change.kind == kind])
-        if NEEDS.get(change.kind, "") in ("", *(line.kind for line in found)):
+        before = {line.kind for line in found}
+        if NEEDS.get(kind) in (None, *before) and not FORBIDS.get(kind, set()) & before:
             found.append(Line(step, change.kind, change.names, _written(random, change)))
     return found
 
