@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from multiprocess.pool import Pool
 
 FULL, QUICK = 400, 40
-ALONE = "on one rank alone"
 
 
 def main() -> int:
@@ -99,6 +98,7 @@ def told(results: Results, number: int, life: Life, pool: Pool) -> Outcome:
 
 def summary(results: Results, lives: dict[int, Life], found: dict[int, Outcome]) -> None:
     """What became of the kinds of change, then the bars."""
+    from life.draw import ALONE
     from life.judge import FAILURES
 
     kinds: dict[str, Counter[str]] = defaultdict(Counter)

@@ -59,6 +59,7 @@ BENCHMARKS = (
     "overlap",
     "moe",
     "families",
+    "lives",
     "convergence",
     "capture_large",
     "kill_and_resume",

@@ -13,7 +13,7 @@ from life.optimizers import OPTIMIZERS
 from life.script import SAMPLES, SCRIPT, Line, number_of
 from life.subject import RUN_WHOLE, Change, Subject
 
-__all__ = ["KINDS", "OF_OPTIMIZER", "SUBJECTS", "Life", "changes_of", "draw"]
+__all__ = ["ALONE", "KINDS", "OF_OPTIMIZER", "RESUMED", "SUBJECTS", "Life", "changes_of", "draw"]
 
 SUBJECTS = {subject.name: subject for subject in (*dense.SUBJECTS, *sequences.SUBJECTS)}
 
@@ -76,17 +76,22 @@ OF_OPTIMIZER = {
 }
 NEEDS = {"hooks removed": "hook on a part", "state loaded back": "state kept"}
 """What only makes sense after another change."""
+FORBIDS = {"state loaded back": {"part replaced"}, "part replaced": {"state kept"}}
+"""What has no place after another change: the state of an optimizer names weights by their place, so that of a weight that is gone would
+go to the one in its place.
+"""
 FEWEST, MOST = 6, 20
 WHOLE_WEIGHTS = hasattr(hd.Distributed, "whole_weights")
 """Whether trainers have this method, which shows all weights under plans that cut the model."""
 
+ALONE, RESUMED, SHAPES = "on one rank alone", "resumed under another plan", "other shapes"
 _OF_SUBJECTS = [change for subject in SUBJECTS.values() for change in subject.changes]
 _OF_OPTIMIZERS = [change for changes in OF_OPTIMIZER.values() for change in changes]
 KINDS = (
     *dict.fromkeys(change.kind for change in (*OF_ALL, PREDICT, *_OF_OPTIMIZERS, *_OF_SUBJECTS)),
-    "other shapes",
-    "resumed under another plan",
-    "on one rank alone",
+    SHAPES,
+    RESUMED,
+    ALONE,
 )
 
 
@@ -137,21 +142,21 @@ def draw(
     changes = [change for change in changes_of(subject, optimizer) if change.kind in kinds]
     steps = random.randint(FEWEST, MOST)
     plan = random.choice(_plans(subject, plans))
-    if "on one rank alone" in kinds and plan in RUN_WHOLE and random.random() < 0.1:
+    if ALONE in kinds and plan in RUN_WHOLE and random.random() < (0.1 if len(kinds) > 1 else 1.0):
         return Life(subject.name, optimizer, ((plan, tuple(_with_one_alone(random, subject, optimizer, plan, steps))),))
     drawn = _drawn(random, changes, steps)
     shaped = {}
-    if "other shapes" in kinds and subject.shapes and random.random() < 0.5:
+    if SHAPES in kinds and subject.shapes and random.random() < 0.5:
         shaped = {step: random.choice(subject.shapes) for step in range(2, steps) if random.random() < 0.3}
     lines = tuple(_lines(drawn, steps, shaped))
-    if "resumed under another plan" not in kinds or random.random() < 0.85:
+    if RESUMED not in kinds or random.random() < (0.85 if len(kinds) > 1 else 0.0):
         return Life(subject.name, optimizer, ((plan, lines),))
     middle = random.randint(2, steps - 2)
     other = random.choice(_plans(subject, plans))
-    first = tuple(line for line in lines if line.step < middle)
+    first = tuple(line for line in lines if line.step < middle and line.kind != "part replaced")  # see FORBIDS
     # The script of the second part begins anew: what only the first one had made is not in its sight.
     rest = tuple(line for line in lines if line.step >= middle and line.kind not in NEEDS)
-    resumed = Line(middle, "resumed under another plan", ("checkpoint",), "pass")
+    resumed = Line(middle, RESUMED, ("checkpoint",), "pass")
     return Life(subject.name, optimizer, ((plan, first), (other, (resumed, *rest))))
 
 
@@ -176,7 +181,8 @@ def _drawn(random: Random, changes: Sequence[Change], steps: int) -> list[Line]:
     for step in sorted(random.randint(1, steps - 1) for _ in range(random.randint(2, 6) if kinds else 0)):
         kind = random.choice(kinds)
         change = random.choice([change for change in changes if change.kind == kind])
-        if NEEDS.get(change.kind, "") in ("", *(line.kind for line in found)):
+        before = {line.kind for line in found}
+        if NEEDS.get(kind) in (None, *before) and not FORBIDS.get(kind, set()) & before:
             found.append(Line(step, change.kind, change.names, _written(random, change)))
     return found
 
@@ -192,9 +198,7 @@ def _with_one_alone(random: Random, subject: Subject, optimizer: str, plan: str,
     alone = [change for change in changes_of(subject, optimizer) if change.alone]
     change, step = random.choice(alone), random.randint(1, steps - 1)
     rank = random.randrange(3 if plan == "data 3" else 2)
-    line = Line(
-        step, "on one rank alone", ("rank 0", "rank 1", "rank 2", "ranks"), _written(random, change, other=True), rank
-    )
+    line = Line(step, ALONE, ("rank 0", "rank 1", "rank 2", "ranks"), _written(random, change, other=True), rank)
     yield from _lines([line], steps, {})
 
 
@@ -202,4 +206,4 @@ def _lines(drawn: Sequence[Line], steps: int, shaped: dict[int, object]) -> Iter
     for step in range(steps):
         yield from (line for line in drawn if line.step == step)
         shape = tuple(dict(shaped[step]).items()) if step in shaped else ()
-        yield Line(step, "other shapes" if shape else "step", ("shape", "length", "size"), shape=shape)
+        yield Line(step, SHAPES if shape else "step", ("shape", "length", "size"), shape=shape)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from life.draw import SUBJECTS, Life
+from life.draw import ALONE, SUBJECTS, Life
 from life.script import SCRIPT, Line, Record, number_of
 
 __all__ = ["FAILURES", "Outcome", "outcome_of"]
@@ -83,7 +83,7 @@ def outcome_of(
         course.has_been_right()
     course.has_been_right()
     if any(line.rank is not None for line in course.lines):
-        return course.ended("wrong", "not noticed", ("on one rank alone",))
+        return course.ended("wrong", "not noticed", (ALONE,))
     return course.ended("followed", "")
 
 
