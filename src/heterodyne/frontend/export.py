@@ -64,7 +64,8 @@ class Role:
 @dataclass(frozen=True, kw_only=True)
 class Traced:
     """The flat graph. ``model`` is the skeleton that was traced, ``aliases`` the names tied to a canonical one; ``module_only``: what
-    the backward of the module does and that of the graph does not."""
+    the backward of the module does and that of the graph does not; ``computed``: constants
+    that were computed from other tensors before the forward."""
 
     model: nn.Module
     graph: fx.Graph
@@ -76,6 +77,7 @@ class Traced:
     ops: tuple[fx.Node, ...]
     annotations: Annotations
     module_only: tuple[ModuleOnly, ...] = ()
+    computed: frozenset[str] = frozenset()
 
     def module_of(self, node: fx.Node) -> str:
         """The path of the module that called the op, "" for the model itself."""
@@ -135,7 +137,8 @@ def export(model: nn.Module, example: Example) -> Traced:
     best, *others = trace_sizes(example, model)
     for size, strict in ((best, False), (best, True), *((size, False) for size in others)):
         mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
-        copy = skeleton(model, mode)
+        computed: list[Tensor] = []
+        copy = skeleton(model, mode, computed)
         sizes = SizeWatch()
         watch = BackwardWatch()
         changed: set[tuple[str, str]] = set()  # plain attributes of the modules, which torch.export sets back
@@ -149,7 +152,9 @@ def export(model: nn.Module, example: Example) -> Traced:
             first = first or (error, sizes.line)
         else:
             _refuse_counters(wrapped, changed, example, mode, size)
-            return replace(_flatten(program, copy, example), module_only=(*hooks_of(model), *watch.noted.values()))
+            traced = _flatten(program, copy, example)
+            kept = frozenset(name for name, value in traced.constants.items() if any(value is one for one in computed))
+            return replace(traced, module_only=(*hooks_of(model), *watch.noted.values()), computed=kept)
     assert first is not None
     cause, line = first
     raise explain(cause, model, line) from cause

@@ -9,13 +9,14 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx, nn
 
+from heterodyne.around_model import unchanged_around
 from heterodyne.errors import CaptureError
 from heterodyne.frontend.aliases import shared_memory
 from heterodyne.frontend.batch_statistics import batch_statistics, refuse_own_exchange
 from heterodyne.frontend.block_program import BlockProgram, extract
 from heterodyne.frontend.blocks import find_blocks
 from heterodyne.frontend.bound_coupled_loss import BoundCoupledLoss, Exchange
-from heterodyne.frontend.closures import refuse_closures
+from heterodyne.frontend.closures import refuse_closures, refuse_computed
 from heterodyne.frontend.code import code_digest
 from heterodyne.frontend.counting import LossCounter
 from heterodyne.frontend.coupled_loss import CoupledLoss, coupled_loss, divide_labelled_means
@@ -107,8 +108,10 @@ def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) ->
     require_own_memory(model)
     refuse_own_exchange(model)
     example = read_example(model, example_batch)
-    exported = export(model, example)
+    with unchanged_around(model):
+        exported = export(model, example)
     refuse_closures(exported, model)
+    refuse_computed(exported)
     refuse_embedding_gradients(exported)
     traced = put_together(exported)
     traced, loss, counter, coupled = _read_loss(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from heterodyne.errors import MeasureError
 from heterodyne.graph.ir import Input
+from heterodyne.model_copy import copied
 
 __all__ = ["WholeModel", "resident_bytes", "without_weights"]
 
@@ -80,7 +80,7 @@ def without_weights(model: nn.Module) -> nn.Module:
         bare[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
     for buffer in model.buffers():
         bare[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, bare)
+    return copied(model, bare, lambda tensor: torch.empty_like(tensor, device="meta"))
 
 
 class _LossOf(nn.Module):
