@@ -158,13 +158,76 @@ def test_what_a_call_keeps_for_the_next_is_refused(kind: type[nn.Module], said: 
         hd.distribute(WithLoss(kind(), nn.CrossEntropyLoss()), batch_of(6, 5), optimizer=sgd)
 
 
+class Remembers(nn.Module):
+    """Computes a weight in each forward, and keeps activations on itself; hooks keep others in a dict, a list and an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.utils.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 2)
+        self.hidden: Tensor | None = None
+        self.kept: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.kept["hidden"] = torch.tanh(self.body(x))
+        return self.head(self.hidden)
+
+
+def points() -> tuple[Tensor, Tensor]:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    return x, (x.sum(1) > 0).long()
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.last: Tensor | None = None
+
+    def take(self, module: nn.Module, inputs: object, output: Tensor) -> None:
+        self.last = output
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-def test_a_module_that_cannot_be_copied_is_refused_before_anything_is_measured() -> None:
-    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 2)))
+def test_what_an_earlier_forward_has_left_is_copied_and_what_hooks_keep_is_as_it_was() -> None:
+    seen: dict[str, Tensor] = {}
+    calls: list[Tensor] = []
+    sink, of_a_lambda, criterion = Sink(), Sink(), nn.CrossEntropyLoss()
+    model, plain = Remembers(), Remembers()
+    model.head.register_forward_hook(lambda module, inputs, output: seen.update(head=output))
+    model.head.register_forward_hook(lambda module, inputs, output: calls.append(output))
+    model.head.register_forward_hook(lambda module, inputs, output: of_a_lambda.take(module, inputs, output))
+    model.body.register_forward_hook(sink.take)
+    batch = points()
+    model(batch[0])
+    before = seen["head"], calls[0], sink.last, of_a_lambda.last
+    with hd.distribute(model, batch, loss=criterion, optimizer=sgd, measure_s=1, rehearsal_s=0) as trainer:
+        assert all(
+            one is of for one, of in zip((seen["head"], *calls, sink.last, of_a_lambda.last), before, strict=True)
+        )
+        found = [trainer.step(batch).loss for _ in range(2)]
+    optimizer = sgd(plain.parameters())
+    for loss in found:
+        optimizer.zero_grad()
+        expected = criterion(plain(batch[0]), batch[1])
+        expected.backward()
+        optimizer.step()
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+def test_a_tensor_that_was_computed_before_forward_is_refused_with_the_line_that_reads_it() -> None:
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 2)
+            self.kept = [self.inner.weight * 2]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.kept[0].T + self.inner(x)
+
     with pytest.raises(
-        CaptureError, match=r"'model.0.weight' is computed .* torch.nn.utils.parametrizations.weight_norm"
+        CaptureError, match=r"x @ self.kept\[0\].T .*\n.*computed from other tensors before this forward"
     ):
-        hd.distribute(model, (torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)), loss=nn.CrossEntropyLoss())
+        hd.distribute(Doubled(), points(), loss=nn.CrossEntropyLoss(), optimizer=sgd)
 
 
 class Plain(nn.Module):

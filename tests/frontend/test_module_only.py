@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from heterodyne.errors import CaptureError, NoGraphError, PlanError
 from heterodyne.frontend import trace
@@ -54,10 +55,22 @@ def hooked(kind: str) -> Net:
     return net
 
 
+class Checkpointed(Net):
+    """BatchNorm in a part that is run once more in the backward, where it counts the batch again."""
+
+    def __init__(self) -> None:
+        super().__init__(plain)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(checkpoint(self.norm, self.first(x), use_reentrant=False)).pow(2).mean()
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a custom function": (lambda: Net(Rounded.apply), "Rounded is an autograd.Function"),  # type: ignore[arg-type]
     "a hook on a tensor": (lambda: Net(with_tensor_hook), "forward calls Tensor.register_hook"),
     "a backward hook": (lambda: hooked("register_full_backward_hook"), "'second' has a backward hook"),
+    "BatchNorm in a checkpoint": (Checkpointed, "BatchNorm in torch.utils.checkpoint counts its batch again"),
     "a backward pre-hook": (lambda: hooked("register_full_backward_pre_hook"), "'second' has a backward hook"),
 }
 
@@ -81,6 +94,12 @@ def test_forward_hooks_and_what_is_detached_are_in_the_graph() -> None:
     graph = trace(net, BATCH).graph
     assert not graph.module_only
     assert sorted(op.kind for op in graph.ops) == sorted([*plain_ops, "sin", "tanh"])
+
+
+def test_a_checkpoint_whose_batchnorm_counts_nothing_is_in_the_graph() -> None:
+    net = Checkpointed()
+    net.norm.eval()
+    assert not trace(net, BATCH).graph.module_only
 
 
 def test_the_fingerprint_follows_what_is_noted_and_not_its_line() -> None:

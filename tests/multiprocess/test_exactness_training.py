@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from heterodyne.errors import DataError
+from heterodyne.frontend import trace
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.runtime.exact.verify import compare, one_device_gradients
 from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.weights.optimizer import learning_rate, make_optimizer, norms_and_biases
-from multiprocess.models import MIXING, NAMES, build, captured
+from multiprocess.models import MIXING, NAMES, Case, build, captured
 from multiprocess.pool import Pool, World
-from multiprocess.work import Shares, cluster_of, plan_of, worker_of
+from multiprocess.work import PipelineOf, Shares, StageOf, cluster_of, plan_of, staged_worker, worker_of
 
 SHARES: Shares = ((3, 1), (2, 2), (1, 2))
 WITH_EMPTY: Shares = (None, (3, 1), (), (4, 2))
@@ -175,3 +178,41 @@ def test_every_rank_begins_with_the_weights_of_rank_0(pool: Pool) -> None:
     expected = stored(build(captured("gpt"), 4, seed=0).module)
     for found in pool.run(3, start_unlike, captured("gpt")):
         assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+class Checkpointed(nn.Module):
+    """BatchNorm in a part that is run once more in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.head = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(lambda h: torch.tanh(self.norm(self.first(h))), x, use_reentrant=False)
+        return self.head(hidden).pow(2).mean()
+
+
+def train_checkpointed(world: World, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    found, module = trace(Checkpointed(), batch), Checkpointed()
+    case = Case(module=module, graph=found.graph, batch=batch)
+    stages = (StageOf(len(found.graph.ops), (0, 1), (3, 5)),)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    worker = staged_worker(world, case, [PipelineOf((8,), stages)], "1F1B", optimizer=sgd, capture=found)
+    for _ in range(STEPS):
+        worker.step(batch)
+    worker.close()
+    return stored(module)
+
+
+def test_batchnorm_in_a_checkpoint_counts_its_batches_as_on_one_device(pool: Pool) -> None:
+    batch = {"x": torch.randn(8, 4, generator=torch.Generator().manual_seed(1))}
+    module = Checkpointed()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        module(**batch).backward()
+        optimizer.step()
+    assert module.norm.num_batches_tracked == 2 * STEPS
+    for found in pool.run(2, train_checkpointed, batch):
+        torch.testing.assert_close(found, stored(module), rtol=1e-5, atol=1e-6)

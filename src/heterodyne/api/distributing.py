@@ -31,6 +31,7 @@ from heterodyne.api.preparation import prepare
 from heterodyne.api.rank_worker import make_worker
 from heterodyne.api.session import Session, open_session
 from heterodyne.api.settings import Settings
+from heterodyne.around_model import unchanged_around
 from heterodyne.cluster.profile import Profile
 from heterodyne.frontend.opaque import CountGiven
 from heterodyne.job import OptimizerSection, ParallelismSection
@@ -127,7 +128,8 @@ def distribute(
     running = with_compiled(module, model)
     closing = ExitStack()
     # The random numbers that the script draws later, in what order it shuffles its data, are those of the script without this call.
-    with ExitStack() as stack, torch.random.fork_rng(devices=[]):
+    # So is what its hooks write, which copies of the model call too.
+    with ExitStack() as stack, torch.random.fork_rng(devices=[]), unchanged_around(inside):
         here = stack.enter_context(open_session(deterministic=deterministic, tf32=tf32)) if session is None else session
         run = None if run_dir is None else open_run(here, Path(run_dir), resume=resume)
         shortages: tuple[Shortage, ...] = ()

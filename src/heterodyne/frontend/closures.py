@@ -8,7 +8,7 @@ from heterodyne.errors import CaptureError
 from heterodyne.frontend.export import Traced
 from heterodyne.frontend.faults import line_of
 
-__all__ = ["refuse_closures"]
+__all__ = ["refuse_closures", "refuse_computed"]
 
 
 def refuse_closures(traced: Traced, model: nn.Module) -> None:
@@ -29,6 +29,18 @@ def refuse_closures(traced: Traced, model: nn.Module) -> None:
             "would get no gradient from there. Put the model and this term into one nn.Module that returns the loss from its forward, "
             "and reads its parameters from self."
         )
+
+
+def refuse_computed(traced: Traced) -> None:
+    """Raise CaptureError, with the line, if forward reads a tensor that was computed from others before, and is kept in the model."""
+    for node, role in traced.roles.items():
+        if role.kind == "constant" and role.name in traced.computed:
+            raise CaptureError(
+                "\n".join(filter(None, ["The model cannot be captured.", _reader(node)]))
+                + f"\nThis reads {role.name!r}, which was computed from other tensors before this forward and is kept in the model. "
+                "The graph has its values alone, so no gradient would reach what it was computed from. Compute it in forward, or keep "
+                "it without a history (.detach(), best as a buffer)"
+            )
 
 
 def _reader(node: fx.Node) -> str:

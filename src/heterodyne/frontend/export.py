@@ -66,7 +66,8 @@ class Role:
 @dataclass(frozen=True, kw_only=True)
 class Traced:
     """The flat graph. ``model`` is the skeleton that was traced, ``aliases`` the names tied to a canonical one; ``module_only``: what
-    the backward of the module does and that of the graph does not; ``numbers``: attributes that are inputs of it."""
+    the backward of the module does and that of the graph does not; ``computed``: constants that were computed from other tensors before the
+    forward; ``numbers``: attributes that are inputs of it."""
 
     model: nn.Module
     graph: fx.Graph
@@ -79,6 +80,7 @@ class Traced:
     annotations: Annotations
     module_only: tuple[ModuleOnly, ...] = ()
     numbers: Numbers = field(default_factory=Numbers)
+    computed: frozenset[str] = frozenset()
 
     def module_of(self, node: fx.Node) -> str:
         """The path of the module that called the op, "" for the model itself."""
@@ -142,7 +144,8 @@ def export(model: nn.Module, example: Example, *, numbers: Sequence[str] = ()) -
     ways = ((best, False), (best, True), *((size, False) for size in others))
     for size, strict in ways if not numbers else ways[:1]:
         mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
-        copy = skeleton(model, mode)
+        computed: list[Tensor] = []
+        copy = skeleton(model, mode, computed)
         recorder = Recorder(copy, numbers, partial(_empty, mode))
         sizes = SizeWatch()
         watch = BackwardWatch()
@@ -159,8 +162,9 @@ def export(model: nn.Module, example: Example, *, numbers: Sequence[str] = ()) -
             _refuse_counters(wrapped, changed, example, mode, size)
             copy._modules.pop(FROM_NUMBERS, None)
             traced = _flatten(program, copy, example)
+            kept = frozenset(name for name, value in traced.constants.items() if any(value is one for one in computed))
             noted = (*hooks_of(model), *watch.noted.values())
-            return replace(traced, module_only=noted, numbers=recorder.found())
+            return replace(traced, module_only=noted, numbers=recorder.found(), computed=kept)
     assert first is not None
     cause, line = first
     raise explain(cause, model, line) from cause

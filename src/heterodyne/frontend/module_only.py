@@ -10,10 +10,12 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from heterodyne.errors import NoGraphError
 from heterodyne.frontend.faults import line_now
@@ -43,6 +45,11 @@ class BackwardWatch(TorchFunctionMode):
                 "forward takes a gradient (torch.autograd.grad), and no graph of a forward holds a backward",
             )
             raise NoGraphError("\n".join(filter(None, [line, f"{what}."])), reason=f"{line} ({what})" if line else what)
+        elif name == "batch_norm" and _is_checkpointed() and _trains(args, kwargs or {}):
+            self._note(
+                "BatchNorm in torch.utils.checkpoint counts its batch again in the backward; plans choose by themselves what is recomputed",
+                line_now(),
+            )
         return func(*args, **(kwargs or {}))
 
     def look_at(self, loss: Tensor) -> None:
@@ -63,6 +70,17 @@ class BackwardWatch(TorchFunctionMode):
 
     def _note(self, what: str, source: str) -> None:
         self.noted.setdefault(f"{what} {source}", ModuleOnly(what=what, source=source))
+
+
+def _is_checkpointed() -> bool:
+    """Whether what runs now is run once more by `torch.utils.checkpoint` in the backward."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__
+
+
+def _trains(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of `F.batch_norm` or `torch.batch_norm` takes statistics of its batch: the sixth argument of both."""
+    return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
 
 
 def hooks_of(model: nn.Module) -> Iterator[ModuleOnly]:

@@ -6,7 +6,6 @@ and a model that is on the meta device, on a CPU or on an accelerator gives the 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -16,14 +15,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 
 from heterodyne.errors import CaptureError
+from heterodyne.model_copy import copied
 
 __all__ = ["require_initialised", "skeleton"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def skeleton(model: Module, mode: FakeTensorMode) -> Module:
-    """A deep copy whose parameters and buffers are fake CPU tensors of ``mode``; tied ones stay tied.
+def skeleton(model: Module, mode: FakeTensorMode, computed: list[Tensor]) -> Module:
+    """Return a deep copy whose parameters and buffers are fake CPU tensors of ``mode``; tied ones stay tied.
+
+    Args:
+        computed: gets the stand-ins of tensors that were computed from others and are kept somewhere in the model.
 
     Raises CaptureError for a model that holds something that cannot be copied.
     """
@@ -31,12 +34,17 @@ def skeleton(model: Module, mode: FakeTensorMode) -> Module:
     for tensor in _tensors(model):
         if id(tensor) not in stand_ins:
             stand_ins[id(tensor)] = _fake(tensor, mode)
+
+    def of_history(tensor: Tensor) -> Tensor:
+        computed.append(_fake(tensor, mode))
+        return computed[-1]
+
     try:
-        return copy.deepcopy(model, stand_ins)
+        return copied(model, stand_ins, of_history)
     except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
         raise CaptureError(
             f"{type(model).__name__} holds something that cannot be copied ({error}), and it is traced on a copy, so that it stays "
-            "as it is. Keep open files, locks, process groups and tensors with a history out of the model's attributes."
+            "as it is. Keep open files, locks and process groups out of the model's attributes."
         ) from error
 
 
@@ -56,7 +64,7 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
         yield from (p for p in module._parameters.values() if p is not None)
         yield from (b for b in module._buffers.values() if b is not None)
         for value in vars(module).values():
-            if isinstance(value, Tensor) and (value.device.type != "cpu" or value.grad_fn is not None):
+            if isinstance(value, Tensor) and value.is_leaf and value.device.type != "cpu":
                 yield value
 
 

@@ -9,13 +9,14 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx, nn
 
+from heterodyne.around_model import unchanged_around
 from heterodyne.errors import CaptureError
 from heterodyne.frontend.aliases import shared_memory
 from heterodyne.frontend.batch_statistics import batch_statistics, refuse_own_exchange
 from heterodyne.frontend.block_program import BlockProgram, extract
 from heterodyne.frontend.blocks import find_blocks
 from heterodyne.frontend.bound_coupled_loss import BoundCoupledLoss, Exchange
-from heterodyne.frontend.closures import refuse_closures
+from heterodyne.frontend.closures import refuse_closures, refuse_computed
 from heterodyne.frontend.code import code_digest
 from heterodyne.frontend.counting import LossCounter
 from heterodyne.frontend.coupled_loss import CoupledLoss, coupled_loss, divide_labelled_means
@@ -128,8 +129,10 @@ def trace(
     require_own_memory(model)
     refuse_own_exchange(model)
     example = example_batch if isinstance(example_batch, Example) else read_example(model, example_batch)
-    exported = export(model, example, numbers=numbers)
+    with unchanged_around(model):
+        exported = export(model, example, numbers=numbers)
     refuse_closures(exported, model)
+    refuse_computed(exported)
     refuse_embedding_gradients(exported)
     traced = put_together(exported)
     traced, loss, counter, coupled = _read_loss(

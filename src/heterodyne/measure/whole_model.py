@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from heterodyne.errors import MeasureError
 from heterodyne.graph.ir import Input
+from heterodyne.model_copy import copied
 
 __all__ = ["WholeModel", "resident_bytes", "without_weights"]
 
@@ -85,7 +85,7 @@ def without_weights(model: nn.Module, like: Mapping[str, Tensor] = MappingProxyT
         bare[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
     for name, buffer in model.named_buffers():
         bare[id(buffer)] = torch.empty_like(like.get(name, buffer), device="meta")
-    return copy.deepcopy(model, bare)
+    return copied(model, bare, lambda tensor: torch.empty_like(tensor, device="meta"))
 
 
 class _LossOf(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 
 import torch
@@ -12,6 +11,7 @@ from heterodyne.api.compiled import uncompiled
 from heterodyne.errors import CaptureError
 from heterodyne.frontend import CapturedModel, loss_of, require_initialised, require_own_memory
 from heterodyne.measure.whole_model import WholeModel, resident_bytes, without_weights
+from heterodyne.model_copy import copied
 
 __all__ = ["copies_of", "whole_model"]
 
@@ -26,7 +26,7 @@ def copies_of(model: nn.Module) -> Callable[[torch.device], nn.Module]:
     _require_copies(model)
 
     def build(device: torch.device) -> nn.Module:
-        twin = copy.deepcopy(model)
+        twin = copied(model)
         meta = any(p.is_meta for p in twin.parameters())
         return twin.to_empty(device=device) if meta else twin.to(device)
 
@@ -38,22 +38,10 @@ def _require_copies(model: nn.Module) -> None:
         without_weights(model)
     except Exception as error:  # a module may hold anything
         said = str(error).strip().partition("\n")[0]
-        why = _computed_weight(model) or f"{said}. Keep open files, locks and process groups out of its attributes"
         raise CaptureError(
-            f"{type(model).__name__} cannot be copied, and it is checked and measured on copies: {why}"
+            f"{type(model).__name__} cannot be copied, and it is checked and measured on copies: {said}. Keep open files, locks and "
+            "process groups out of its attributes"
         ) from error
-
-
-def _computed_weight(model: nn.Module) -> str:
-    """What to say of a tensor that a module computes from its parameters and keeps, as ``torch.nn.utils.weight_norm`` does; else ""."""
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                return (
-                    f"{f'{path}.{name}'.lstrip('.')!r} is computed from parameters and kept as a plain attribute. Compute it in forward; "
-                    "in place of torch.nn.utils.weight_norm take torch.nn.utils.parametrizations.weight_norm"
-                )
-    return ""
 
 
 def whole_model(model: nn.Module, captured: CapturedModel, example_batch: Mapping[str, Tensor]) -> WholeModel:

@@ -20,7 +20,7 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.loss_count import LossCount
 from heterodyne.runtime.exact.parts import MOST_SAMPLES, rounding_bar
 from heterodyne.runtime.exact.weighting import known_loss, weighted_sum
-from heterodyne.runtime.slices import BatchSource, as_source
+from heterodyne.runtime.slices import BatchSource, as_source, union
 from heterodyne.runtime.stages.forward import Forward, Precision
 
 __all__ = ["LaterBatches"]
@@ -54,13 +54,23 @@ class LaterBatches:
         return not self._graph.batch_statistics
 
     def require(self, source: BatchSource, own: Sequence[tuple[int, int]], step: int) -> None:
-        """Look at samples that this rank trains on, those of its micro-batches ``(first, count)``. Raises CaptureError if their parts do
-        not add up.
+        """Look at some of the samples that this rank trains on: the first, the last, and others between them in each step.
+
+        Args:
+            own: of each micro-batch of this rank, its first sample and how many it has.
+
+        Raises CaptureError if their parts do not add up.
         """
-        samples = min(sum(count for _, count in own), MOST_SAMPLES)
+        of_rank = [first + place for first, count in own for place in range(count)]
+        chosen = [of_rank[place] for place in _chosen(len(of_rank), step)]
+        samples = len(chosen)
         if samples < 2 or self._graph.batch_statistics:
             return
-        tensors = as_source(source.samples(own[0][0], samples), self._graph)
+        begin = of_rank[
+            0
+        ]  # all are read at once, so that they have one length where a source pads what it is asked for
+        read = as_source(source.samples(begin, of_rank[-1] + 1 - begin), self._graph)
+        tensors = as_source(union(read, [(number - begin, 1) for number in chosen], self._graph), self._graph)
         whole, parts = (self._loss(tensors, 0, sizes) for sizes in ([samples], [1, samples - 1]))
         if self._are_equal(whole, parts):
             return
@@ -108,3 +118,13 @@ class LaterBatches:
             for span, part in zip(spans, parts, strict=True)
         ]
         return known_loss(torch.tensor(weighted_sum(weights, losses), dtype=torch.float64))
+
+
+def _chosen(samples: int, step: int) -> list[int]:
+    """The places of up to `MOST_SAMPLES` of so many samples: those at both ends, and between them two that move with the step."""
+    if samples <= MOST_SAMPLES:
+        return list(range(samples))
+    at_end = (MOST_SAMPLES - 2) // 2
+    between = range(at_end, samples - at_end)
+    moving = {between[(2 * step + place) % len(between)] for place in range(2)}
+    return [*range(at_end), *sorted(moving), *range(samples - at_end, samples)]
