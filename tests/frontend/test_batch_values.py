@@ -249,6 +249,15 @@ def test_rows_of_several_samples_are_refused(name: str) -> None:
 CHOICES: dict[str, tuple[Change, str]] = {
     "a bound": (lambda n, h, last: h * (2 if h.shape[0] > 20 else 1), "samples <= 20"),
     "odd or even, by len()": (lambda n, h, last: h * (2 if len(h) % 2 == 0 else 1), "(samples % 2) != 0"),
+    "the first chunk, which torch makes": (
+        lambda n, h, last: h.chunk(max(1, h.shape[0] // 4))[0],
+        "max(1, samples // 4) == 1",
+    ),
+    "the first group, which torch makes": (
+        lambda n, h, last: h.split(h.shape[0] // 6 + 6)[0],
+        "((5 + samples + (samples // 6)) // (6 + (samples // 6))) == 1",
+    ),
+    "a fixed number of rows": (lambda n, h, last: h[:4], "samples >= 4"),
 }
 
 
@@ -269,7 +278,7 @@ def test_what_holds_for_every_number_of_samples_may_be_asked() -> None:
 
 def test_an_op_that_fails_at_some_size_is_named_with_its_line() -> None:
     with pytest.raises(
-        CaptureError, match=r"test_batch_values.py:\d+: .*\n.*topk.* fails for a batch of 2 samples"
+        CaptureError, match=r"test_batch_values.py:\d+: .*topk.*\nforward fails for a batch of 2 samples"
     ) as caught:
         trace(Net(lambda n, h, last: h.sum((1, 2)).topk(3).values), BATCH)
     assert len(str(caught.value).splitlines()) == 2

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from heterodyne.errors import CaptureError
 
-__all__ = ["Batch", "Example", "positional_names", "read_example"]
+__all__ = ["Batch", "Example", "positional_names", "read_example", "sizes_of", "trace_sizes"]
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
 
@@ -99,9 +99,14 @@ def read_example(model: nn.Module, batch: Batch) -> Example:
     )
 
 
+def sizes_of(example: Example, model: nn.Module) -> set[int]:
+    """Return the sizes of all dims of the inputs and the parameters."""
+    return {size for shape in example.shapes for size in shape} | {s for p in model.parameters() for s in p.shape}
+
+
 def trace_sizes(example: Example, model: nn.Module) -> tuple[int, ...]:
     """Batch sizes to trace with, the best one first; the example's own comes last."""
-    taken = {size for shape in example.shapes for size in shape} | {s for p in model.parameters() for s in p.shape}
+    taken = sizes_of(example, model)
     unlikely = next((size for size in _UNLIKELY_SIZES if size not in taken), 59)
     return (unlikely, example.batch) if example.batch > 1 else (unlikely,)
 

@@ -17,8 +17,10 @@ from heterodyne.frontend.sizes import size_of
 
 __all__ = [
     "explain",
+    "fails_for",
     "files_of",
     "is_foreign",
+    "is_of_one_size",
     "line_now",
     "line_of",
     "refuse_transforms",
@@ -55,6 +57,16 @@ def explain(error: BaseException, model: nn.Module, line: str | None = None) -> 
     return NoGraphError(
         f"{type(model).__name__} cannot be captured.\n{place}{reason}\n(torch.export: {type(error).__name__}: {text})",
         reason=_in_one_line(where, reason),
+    )
+
+
+def fails_for(samples: int, error: BaseException, line: str, what: str = "forward") -> CaptureError:
+    """Return what to say of an op, or of all of forward, that fails for a number of samples. ``line``: with path and text; "": unknown."""
+    place = f"{line}\n" if line else ""
+    said = str(error).strip().partition("\n")[0]
+    return CaptureError(
+        f"{place}{what} fails for a batch of {samples} samples ({said}). Each device has some of the samples, so a model must "
+        "take any number of them: take sizes from x.shape, and let no op ask for a number of samples."
     )
 
 
@@ -145,9 +157,15 @@ def _reason(error: BaseException) -> str:
         return _NUMPY
     if isinstance(error, AssertionError | ValueError) and _raised_by_model(error):
         return "the model raised this itself, on a made-up batch of another size than the example. A model must take any number of samples."
-    if "Constraints violated" in text or "specialized" in text or "ConstraintViolation" in kind:
+    if is_of_one_size(error):
         return _BATCH
     return "the model fails when it runs on tensors without data, or does something that torch.export does not know."
+
+
+def is_of_one_size(error: BaseException) -> bool:
+    """Whether a trace failed because it holds for one batch size alone."""
+    text = str(error)
+    return "Constraints violated" in text or "specialized" in text or "ConstraintViolation" in type(error).__name__
 
 
 def user_line(error: BaseException) -> str:
