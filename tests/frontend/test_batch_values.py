@@ -164,6 +164,53 @@ def test_an_integer_or_truth_value_of_all_samples_is_refused_where_something_is_
     assert "test_batch_values.py:" in str(caught.value)
 
 
+def table_of(h: Tensor) -> Tensor:
+    return h.sum(1)
+
+
+NUMBERED: dict[str, Change] = {
+    "rows": lambda n, h, last: h + h[last],
+    "rows, taken": lambda n, h, last: h + h.take(last[:, None, None].expand(-1, 5, 4)),
+    "rows, selected": lambda n, h, last: h + h.index_select(0, last),
+    "rows, gathered": lambda n, h, last: h + h.gather(0, last[:, None, None].expand(-1, 5, 4)),
+    "rows of all tokens": lambda n, h, last: h + h.flatten(0, 1)[last][:, None],
+    "rows of places": lambda n, h, last: h + h[rows(h)[last]],
+    "rows at random": lambda n, h, last: h + h[(torch.rand(h.shape[0]) * h.shape[1]).long()],
+    "a table made of the batch": lambda n, h, last: h + F.embedding(last, table_of(h))[:, None],
+    "bags of it": lambda n, h, last: h + F.embedding_bag(torch.stack([last, last], 1), table_of(h))[:, None],
+    "written": lambda n, h, last: h.index_copy(0, last, h * 2),
+    "written in place": lambda n, h, last: h.clone().index_put_((last,), torch.ones(())),
+    "written for all": lambda n, h, last: h.index_fill(0, torch.zeros(1, dtype=torch.long), 1.0),
+    "added": lambda n, h, last: h.index_add(0, last, h),
+    "added to zeros": lambda n, h, last: h + torch.zeros_like(h).index_add_(0, last, h),
+    "scattered": lambda n, h, last: h.scatter_add(0, last[:, None, None].expand(-1, 5, 4), h),
+    "reduced": lambda n, h, last: h.scatter_reduce(0, last[:, None, None].expand(-1, 5, 4), h, "amax"),
+    "put": lambda n, h, last: h.clone().put_(last, torch.ones(h.shape[0])),
+    "between samples": lambda n, h, last: (
+        h + F.grid_sample(h.permute(1, 2, 0)[:, :, None], torch.zeros(5, 1, h.shape[0], 2))[:, :, 0].permute(2, 0, 1)
+    ),
+    "by sorted samples": lambda n, h, last: h * torch.searchsorted(h[:, 0, 0].detach(), h[:, 0, 1])[:, None, None],
+}
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_rows_that_the_data_numbers_are_refused_where_no_value_shows_them(name: str) -> None:
+    """Behind a factor that is zero at first no comparison of values shows them."""
+
+    def ramped(n: Net, h: Tensor, last: Tensor) -> Tensor:
+        return n.behind(h + n.ramp * NUMBERED[name](n, h, last))
+
+    net = Net(ramped)
+    net.register_buffer("ramp", torch.zeros(()))
+    with pytest.raises(CaptureError, match=r"see each other|depend on each other|goes along the samples") as caught:
+        trace(net, BATCH)
+    assert "test_batch_values.py:" in str(caught.value)
+
+
+def test_rows_that_the_data_numbers_are_of_the_whole_batch_in_a_loss_at_the_end() -> None:
+    assert trace(Net(NUMBERED["rows"]), BATCH).graph.loss.reduction == "coupled"
+
+
 def test_a_count_may_divide_the_loss_and_not_also_a_hidden_state() -> None:
     class Twice(Net):
         def forward(self, x: Tensor, last: Tensor) -> Tensor:

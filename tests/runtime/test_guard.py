@@ -343,6 +343,47 @@ def test_weights_that_begin_as_zero_hide_nothing() -> None:
     assert not forms_of(found, module, batch_of())[-1].agrees
 
 
+class Ramped(Plain):
+    """With a part that grows from zero, by a buffer and by an entry of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ramp", torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        self.weight = weight[:, None]
+        return super().forward(x, y)
+
+    def middle(self, h: Tensor) -> Tensor:
+        return h + self.grown(h)
+
+    def grown(self, h: Tensor) -> Tensor:
+        return h * self.ramp + h * self.weight
+
+
+class RampedBuffer(Ramped):
+    def grown(self, h: Tensor) -> Tensor:
+        return h / h.shape[0] * self.ramp + h * self.weight
+
+
+class RampedEntry(Ramped):
+    def grown(self, h: Tensor) -> Tensor:
+        return h * self.ramp + h / h.shape[0] * self.weight
+
+
+@pytest.mark.parametrize("kind", [Ramped, RampedBuffer, RampedEntry])
+def test_buffers_and_entries_that_begin_as_zero_hide_nothing(kind: type[Ramped]) -> None:
+    batch = {**batch_of(), "weight": torch.zeros(len(batch_of()["x"]))}
+    model, module = Ramped(), kind()
+    module.load_state_dict(model.state_dict())
+    found = trace(model, batch)
+    findings = forms_of(found, module, batch)
+    assert all(finding.agrees for finding in findings) == (kind is Ramped)
+    if kind is not Ramped:
+        assert findings[0].woken == ("ramp", "weight")
+        assert "in place of the zeros of ramp, weight" in words_of(findings[0], found.graph)
+
+
 def test_rounding_is_no_disagreement() -> None:
     """Half precision adds parts up with errors of percents, which are those of the model itself."""
     torch.manual_seed(0)

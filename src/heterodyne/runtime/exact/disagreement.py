@@ -33,7 +33,8 @@ def needs_graph(graph: ModelGraph) -> bool:
 def words_of(finding: Finding, graph: ModelGraph) -> str:
     """What differs and by how much, the lines of the model, and a way out. Raises nothing; the finding must disagree."""
     parts = f" in parts of {_list(finding.parts)}" if len(finding.parts) > 1 else ""
-    fed = f"fed {sum(finding.parts)} samples{parts}"
+    woken = f", with small values in place of the zeros of {', '.join(finding.woken)}" if finding.woken else ""
+    fed = f"fed {sum(finding.parts)} samples{parts}{woken}"
     if finding.form == "parts" and not needs_graph(graph):
         told = f"{graph.name} gives something else when it is {fed} than in one piece"
         return f"{told}: {_what(finding, graph)} {_remedy(finding)}"
