@@ -40,6 +40,13 @@ def rows(h: Tensor) -> Tensor:
     return torch.arange(h.shape[0])
 
 
+def along_edges(h: Tensor, ends: Tensor) -> Tensor:
+    """Nodes of the samples one after the other, and edges between those of a sample."""
+    nodes, edges = h.flatten(0, 1), ends + h.shape[1] * rows(h)[:, None, None]
+    source, target = edges[..., 0].reshape(-1), edges.unbind(-1)[1].reshape(-1)
+    return nodes.index_add(0, target, nodes[source]).view_as(h)
+
+
 def written(h: Tensor, value: Tensor) -> Tensor:
     mask = torch.ones(h.shape[0], h.shape[1])
     mask[:, 1:] = value
@@ -76,6 +83,7 @@ PLACES: dict[str, Change] = {
     "bags of rows of others": lambda n, h, last: (
         h + F.embedding_bag(torch.stack([last, last], 1).flatten(), n.table, rows(h))[:, None]
     ),
+    "edges to anywhere": lambda n, h, last: along_edges(h, last[:, None, None].expand(-1, 3, 2)),
     "flat rows past the end": lambda n, h, last: h.flatten(0, 1)[rows(h) * 5 + last],
 }
 ALLOWED: dict[str, Change] = {
@@ -89,6 +97,7 @@ ALLOWED: dict[str, Change] = {
     "several own rows": lambda n, h, last: h[rows(h)[:, None], last[:, None].expand(-1, 2)],
     "own rows, written": lambda n, h, last: h.clone().index_put((rows(h), last), torch.zeros(())),
     "own rows of all tokens": lambda n, h, last: h.flatten(0, 1)[rows(h) * 5 + last.clamp(0, 4)],
+    "edges of each sample": lambda n, h, last: along_edges(h, last[:, None, None].expand(-1, 3, 2) % 5),
     "neighbours of each token": lambda n, h, last: h.flatten(0, 1)[
         (h @ h.transpose(1, 2)).topk(2, -1).indices + rows(h)[:, None, None] * 5
     ],

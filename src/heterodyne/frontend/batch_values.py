@@ -160,9 +160,11 @@ class _Values:
             return None if self._own_bags(node, read) else refused
         if any(degree(t) != 1 for t in tensors_of(node)):
             return refused
-        source = argument(node, "self")
+        source = node.args[0] if node.target is operator.getitem else argument(node, "self")
         if not isinstance(source, fx.Node):
             return refused
+        if node.target is operator.getitem and operator_name(read[0]) in MOVES:
+            return self.places[source]
         if source not in self.places:
             if name in ("add", "add_") and argument(node, "alpha") == 1:
                 return self._sum(self.places[_other(node, source)], source) or refused

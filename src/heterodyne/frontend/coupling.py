@@ -129,7 +129,8 @@ def _refuse_size(node: fx.Node, values: BatchValues, passed: Collection[fx.Node]
     raise CaptureError(
         f"{place}{found.cause.target} computes with the places of the samples in the batch, and the devices each number their own samples "
         "from 0. Pass such numbers as an input of the batch, one a sample. torch.arange(x.shape[0]) may only choose a sample's own row, "
-        "as in hidden[torch.arange(x.shape[0]), last]."
+        "as in hidden[torch.arange(x.shape[0]), last]; where each sample has n rows of its own, say that none is beyond them: "
+        "hidden.flatten(0, 1)[last.clamp(0, n - 1) + n * torch.arange(x.shape[0])]."
     )
 
 
