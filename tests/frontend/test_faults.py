@@ -240,6 +240,36 @@ def test_batches_that_are_none(batch: tuple[Any, ...], said: str) -> None:
         capture(Scaled(), batch)
 
 
+def test_a_table_of_as_many_rows_as_the_batch_is_told_to_be_shared() -> None:
+    class Codes(Model):
+        def forward(self, x: Tensor, codes: Tensor) -> Tensor:
+            return self.linear((x @ codes.t()).softmax(-1) @ codes).pow(2).mean()
+
+    batch = {"x": torch.zeros(6, 4), "codes": torch.zeros(6, 4)}
+    with pytest.raises(CaptureError, match=r"see each other(?s:.*)pass shared=\('codes',\)"):
+        capture(Codes(), batch)
+    assert capture(Codes(), batch, shared=("codes",)).loss.reduction == "mean"
+    with pytest.raises(CaptureError, match="shared names code, and the inputs are x, codes"):
+        capture(Codes(), batch, shared=("code",))
+
+
+def test_bags_that_are_told_by_their_offsets_are_refused() -> None:
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bags = nn.EmbeddingBag(20, 4)
+            self.head = nn.Linear(4, 1)
+            self.register_buffer("ramp", torch.zeros(()))
+
+        def forward(self, text: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
+            return (self.head(self.ramp * self.bags(text, offsets)).squeeze(-1) - y).pow(2).mean()
+
+    with pytest.raises(CaptureError, match="takes rows of the batch by their numbers"):
+        capture(
+            Bags(), {"text": torch.zeros(23, dtype=torch.long), "offsets": torch.arange(8) * 2, "y": torch.zeros(8)}
+        )
+
+
 def test_a_model_that_cannot_be_copied_says_why() -> None:
     class Locked(Model):
         def __init__(self) -> None:

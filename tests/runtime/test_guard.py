@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from heterodyne.api.stage_cutting import StageCutter
-from heterodyne.errors import DataError, HeterodyneError, VerifyError
+from heterodyne.errors import CaptureError, DataError, HeterodyneError, VerifyError
 from heterodyne.frontend import Captured, trace
 from heterodyne.graph.ir import Loss, ModelGraph
 from heterodyne.loss_count import CountedBy, LossCount
@@ -236,6 +236,30 @@ def test_batchnorm_is_fed_parts_with_the_same_statistics() -> None:
 
 def test_dropout_and_ignored_labels_agree_in_parts_and_cut() -> None:
     assert_agrees(masked(), Masked(), masked_batch())
+
+
+class SharedMask(nn.Module):
+    """Attention over as many places as the batch has samples, by a mask that all of them share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+        query = self.query(x)
+        seen = F.scaled_dot_product_attention(query, x, x, attn_mask=mask)
+        return F.mse_loss(self.head(seen.mean(1)).squeeze(-1), y)
+
+
+def test_an_input_that_all_samples_share_is_told_by_name_and_goes_to_every_part_whole() -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(5, 5, 4), "mask": torch.randn(5, 5), "y": torch.randn(5)}
+    with pytest.raises(CaptureError, match=r"test_guard.py:(?s:.*)pass shared=\('mask',\): then the model can be"):
+        trace(SharedMask(), batch)
+    found = trace(SharedMask(), batch, shared=("mask",))
+    assert {entry.name: entry.batch_dim for entry in found.graph.inputs} == {"x": 0, "mask": None, "y": 0}
+    assert_agrees(found, SharedMask(), batch)
 
 
 def forms_of(found: Captured, module: nn.Module, batch: Batch) -> tuple[Finding, ...]:

@@ -70,8 +70,10 @@ class StageCutter:
         return self._other.get(shapes, lambda: self._anew(shapes, batch))
 
     def _anew(self, shapes: Shapes, batch: Mapping[str, Tensor]) -> Captured:
-        found = trace(self._model, dict(batch), name=self._captured.graph.name)
-        if [op.target for op in found.graph.ops] != [op.target for op in self._captured.graph.ops]:
+        graph = self._captured.graph
+        shared = [entry.name for entry in graph.inputs if entry.batch_dim is None]
+        found = trace(self._model, dict(batch), name=graph.name, shared=shared)
+        if [op.target for op in found.graph.ops] != [op.target for op in graph.ops]:
             told = ", ".join(f"{name} {list(shape)}" for name, shape in shapes)
             raise DataError(
                 f"for inputs of the shapes {told} the model has other ops than for those that it was planned with, so the plan's "

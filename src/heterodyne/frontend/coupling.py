@@ -34,6 +34,7 @@ from heterodyne.frontend.numbered_rows import Numbered, numbered_rows
 from heterodyne.frontend.row_places import Dependence
 from heterodyne.frontend.sample_order import Samples, samples_in
 from heterodyne.frontend.sizes import degree, proportional, size_of
+from heterodyne.frontend.sizes_as_values import follows
 
 __all__ = ["CoupledError", "computed_with", "coupled", "couplings", "mixed", "refuse_coupling", "refuse_sizes"]
 
@@ -204,9 +205,10 @@ def _of_others(node: fx.Node, values: BatchValues, in_order: Collection[fx.Node]
     """Rows of samples that an op takes or writes by numbers which may be those of other samples."""
     for numbered in numbered_rows(node):
         differ = values.samples | values.random | values.places.keys()
+        bags = numbered.index is argument(node, "offsets")  # one ends where that of the next sample begins
         if (
-            numbered.follows
-            and (numbered.written or numbered.source in differ)
+            (follows(numbered.index) if bags else numbered.follows)
+            and (bags or numbered.written or numbered.source in differ)
             and numbered.index not in values.places
             and numbered.index not in values.dependent
             and numbered.index not in in_order

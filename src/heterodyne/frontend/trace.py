@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -88,31 +89,64 @@ class Captured:
         return Pieces(traced=self._traced, observed=self._observed, graph=self.graph)
 
 
-def capture(model: nn.Module, example_batch: Batch) -> ModelGraph:
-    """What a model is. See `trace`."""
-    return trace(model, example_batch).graph
+_SEARCH_S = 20.0
 
 
-def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None) -> Captured:
+def capture(model: nn.Module, example_batch: Batch, *, shared: Collection[str] = ()) -> ModelGraph:
+    """Return what a model is. See `trace`."""
+    return trace(model, example_batch, shared=shared).graph
+
+
+def trace(model: nn.Module, example_batch: Batch, *, name: str | None = None, shared: Collection[str] = ()) -> Captured:
     """Capture a model with its loss. The model is left as it was, and nothing is computed.
 
     Args:
         model: any module that returns its loss (see `loss_of`), on any device, the meta device included.
         example_batch: the tensors that it is called with, by keyword or in order; their values do not matter.
         name: what to call it; None: its class.
+        shared: inputs that all samples share. Those whose dim 0 is not of the batch size are known to be such.
 
     Raises CaptureError, with the line of the model and what to change.
     """
     require_initialised(model)
     require_own_memory(model)
     refuse_own_exchange(model)
-    example = read_example(model, example_batch)
+    example = read_example(model, example_batch, shared)
+    try:
+        return _trace(model, example, name)
+    except CaptureError as error:
+        if found := _rather_shared(model, example):
+            raise CaptureError(
+                f"{error}\n{found!r} is taken to have a row for each sample, since its first dim is as long as the batch. If all samples "
+                f"share it, pass shared=({found!r},): then the model can be captured."
+            ) from error
+        raise
+
+
+def _rather_shared(model: nn.Module, example: Example) -> str:
+    """Return the input without which the capture of a model does not fail, if that does not follow the batch; "" if there is none."""
+    started_s = time.perf_counter()
+    for other in example.sharing():
+        if time.perf_counter() - started_s > _SEARCH_S:
+            break
+        try:
+            _trace(model, other, None)
+        except CaptureError:
+            continue
+        return next(name for name in other.shared if name not in example.shared)
+    return ""
+
+
+def _trace(model: nn.Module, example: Example, name: str | None) -> Captured:
     exported = export(model, example)
     refuse_closures(exported, model)
     refuse_embedding_gradients(exported)
     traced = put_together(exported)
     traced, loss, counter, coupled = _read_loss(
-        traced, example, dict(model.named_buffers()), lambda batch: trace(model, batch, name=name).loss_count
+        traced,
+        example,
+        dict(model.named_buffers()),
+        lambda batch: trace(model, batch, name=name, shared=example.shared).loss_count,
     )
     if loss.reduction in ("terms", "coupled") and traced.module_only:
         why = "has terms with denominators of their own" if loss.reduction == "terms" else "compares samples"

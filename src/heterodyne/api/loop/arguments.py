@@ -82,8 +82,9 @@ def _faults(given: Mapping[str, Any]) -> Iterator[str]:
     if given["resume"] and given["run_dir"] is None:
         yield "resume goes on with the run in a directory: pass run_dir= too"
     yield from _of_trackers(given["trackers"], given["run_dir"])
-    if isinstance(given["loss_inputs"], str):
-        yield f"loss_inputs is a text; write a tuple, ({given['loss_inputs']!r},)"
+    for name in ("loss_inputs", "shared"):
+        if isinstance(given[name], str):
+            yield f"{name} is a text; write a tuple, ({given[name]!r},)"
 
 
 def _of_trackers(trackers: object, run_dir: object) -> Iterator[str]:
