@@ -45,6 +45,7 @@ from heterodyne.frontend.faults import (
 from heterodyne.frontend.fixed_sizes import SizeWatch, refuse_another_graph, refuse_choices_by_size, sizes_to_try
 from heterodyne.frontend.flat_graph import drop_bookkeeping, inline_one, is_op
 from heterodyne.frontend.module_only import BackwardWatch, hooks_of
+from heterodyne.frontend.own_checks import OwnChecks
 from heterodyne.frontend.python_draws import PythonDraws
 from heterodyne.frontend.skeleton import skeleton
 from heterodyne.frontend.symbols import free_name
@@ -124,7 +125,7 @@ class _LossOnly(nn.Module):
         draws = PythonDraws(self.model)
         with torch.random.fork_rng(devices=()):
             draws.begin()
-            with self._watch, self._sizes, draws:
+            with self._watch, self._sizes, draws, OwnChecks():
                 loss = self.loss(batch)
             draws.refuse()
         self._changed.update(changed_numbers(numbers, numbers_of(self.model)))
@@ -153,7 +154,8 @@ def export(model: nn.Module, example: Example) -> Traced:
             trial.refuse_counters()
             traced = _flatten(program, trial.copy, example)
             _require_same_at_other_sizes(traced, model, example, strict)
-            return replace(traced, module_only=(*hooks_of(model), *trial.watch.noted.values()))
+            of_backward = (*hooks_of(model), *trial.watch.noted.values()) if trial.watch.flows else ()
+            return replace(traced, module_only=of_backward)
     assert first is not None
     cause, line = first
     raise explain(cause, model, line) from cause

@@ -20,7 +20,8 @@ _EMPTY_REMEDY = (
 _STATE_REMEDY = "The loss agrees: look for a hook that is not linear in the gradient, or a counter in Python."
 _CUT_REMEDY = (
     "An op there means more than its name says: the backward of a custom autograd.Function, or a hook on a tensor or a module, is not "
-    "in the graph. Write x + (f(x) - x).detach() for another forward and x.detach() for no backward"
+    "in the graph. Write x + (f(x) - x).detach() for another forward, x.detach() for no backward, and 2 * x.detach() - x for a "
+    "reversed one"
 )
 _AS_IT_IS = "let plans run the module as it is, with the strategy 'data'"
 
