@@ -96,8 +96,9 @@ class SampleNoise:
     def _around(self, mean: Tensor | float, std: Tensor | float = 1.0, size: Any = None, **options: Any) -> Tensor:
         like = next((value for value in (mean, std) if isinstance(value, Tensor)), None)
         if like is None:
-            return _made(self._normal)(size, **options) * std + mean
-        shape = torch.broadcast_shapes(*(value.shape for value in (mean, std) if isinstance(value, Tensor)))
+            drawn: Tensor = _made(self._normal)(size, **options)
+            return drawn * std + mean
+        shape = torch.as_tensor(mean + std).shape  # one of them is a tensor
         return self._normal(shape, like.dtype, like.device) * std + mean
 
     def _bernoulli(self, input: Tensor, p: float | None = None, **_: Any) -> Tensor:
