@@ -43,12 +43,14 @@ def loss_of(output: object) -> Tensor:
     if not isinstance(loss, Tensor):
         raise CaptureError(
             f"the model returned {_describe(output)}, which holds no loss. Let forward return the loss as a scalar tensor, "
-            "an object with .loss, or a tuple that starts with the loss. A Hugging Face model returns one when the batch has labels."
+            "an object with .loss, or a tuple that starts with the loss, or pass the function that computes it: "
+            "hd.distribute(model, batch, loss=...). A Hugging Face model returns one when the batch has labels."
         )
     if loss.dim() != 0 or not loss.is_floating_point():
         raise CaptureError(
             f"the loss is a tensor of shape {[str(s) for s in loss.shape]} and dtype {loss.dtype}, not one floating point number. "
-            "Reduce it inside forward with .mean() or .sum(), or return the loss before the other outputs."
+            "Reduce it inside forward with .mean() or .sum(), or return the loss before the other outputs. If it is no loss, pass the "
+            "function that computes one of it: hd.distribute(model, batch, loss=...)."
         )
     return loss
 

@@ -40,6 +40,13 @@ def rows(h: Tensor) -> Tensor:
     return torch.arange(h.shape[0])
 
 
+def along_edges(h: Tensor, ends: Tensor) -> Tensor:
+    """Nodes of the samples one after the other, and edges between those of a sample."""
+    nodes, edges = h.flatten(0, 1), ends + h.shape[1] * rows(h)[:, None, None]
+    source, target = edges[..., 0].reshape(-1), edges.unbind(-1)[1].reshape(-1)
+    return nodes.index_add(0, target, nodes[source]).view_as(h)
+
+
 def written(h: Tensor, value: Tensor) -> Tensor:
     mask = torch.ones(h.shape[0], h.shape[1])
     mask[:, 1:] = value
@@ -76,6 +83,7 @@ PLACES: dict[str, Change] = {
     "bags of rows of others": lambda n, h, last: (
         h + F.embedding_bag(torch.stack([last, last], 1).flatten(), n.table, rows(h))[:, None]
     ),
+    "edges to anywhere": lambda n, h, last: along_edges(h, last[:, None, None].expand(-1, 3, 2)),
     "flat rows past the end": lambda n, h, last: h.flatten(0, 1)[rows(h) * 5 + last],
 }
 ALLOWED: dict[str, Change] = {
@@ -89,6 +97,7 @@ ALLOWED: dict[str, Change] = {
     "several own rows": lambda n, h, last: h[rows(h)[:, None], last[:, None].expand(-1, 2)],
     "own rows, written": lambda n, h, last: h.clone().index_put((rows(h), last), torch.zeros(())),
     "own rows of all tokens": lambda n, h, last: h.flatten(0, 1)[rows(h) * 5 + last.clamp(0, 4)],
+    "edges of each sample": lambda n, h, last: along_edges(h, last[:, None, None].expand(-1, 3, 2) % 5),
     "neighbours of each token": lambda n, h, last: h.flatten(0, 1)[
         (h @ h.transpose(1, 2)).topk(2, -1).indices + rows(h)[:, None, None] * 5
     ],
@@ -162,6 +171,53 @@ def test_an_integer_or_truth_value_of_all_samples_is_refused_where_something_is_
     with pytest.raises(CaptureError, match="see each other") as caught:
         trace(Net(lambda n, h, last: n.behind(OF_ALL[name](n, h, last))), BATCH)
     assert "test_batch_values.py:" in str(caught.value)
+
+
+def table_of(h: Tensor) -> Tensor:
+    return h.sum(1)
+
+
+NUMBERED: dict[str, Change] = {
+    "rows": lambda n, h, last: h + h[last],
+    "rows, taken": lambda n, h, last: h + h.take(last[:, None, None].expand(-1, 5, 4)),
+    "rows, selected": lambda n, h, last: h + h.index_select(0, last),
+    "rows, gathered": lambda n, h, last: h + h.gather(0, last[:, None, None].expand(-1, 5, 4)),
+    "rows of all tokens": lambda n, h, last: h + h.flatten(0, 1)[last][:, None],
+    "rows of places": lambda n, h, last: h + h[rows(h)[last]],
+    "rows at random": lambda n, h, last: h + h[(torch.rand(h.shape[0]) * h.shape[1]).long()],
+    "a table made of the batch": lambda n, h, last: h + F.embedding(last, table_of(h))[:, None],
+    "bags of it": lambda n, h, last: h + F.embedding_bag(torch.stack([last, last], 1), table_of(h))[:, None],
+    "written": lambda n, h, last: h.index_copy(0, last, h * 2),
+    "written in place": lambda n, h, last: h.clone().index_put_((last,), torch.ones(())),
+    "written for all": lambda n, h, last: h.index_fill(0, torch.zeros(1, dtype=torch.long), 1.0),
+    "added": lambda n, h, last: h.index_add(0, last, h),
+    "added to zeros": lambda n, h, last: h + torch.zeros_like(h).index_add_(0, last, h),
+    "scattered": lambda n, h, last: h.scatter_add(0, last[:, None, None].expand(-1, 5, 4), h),
+    "reduced": lambda n, h, last: h.scatter_reduce(0, last[:, None, None].expand(-1, 5, 4), h, "amax"),
+    "put": lambda n, h, last: h.clone().put_(last, torch.ones(h.shape[0])),
+    "between samples": lambda n, h, last: (
+        h + F.grid_sample(h.permute(1, 2, 0)[:, :, None], torch.zeros(5, 1, h.shape[0], 2))[:, :, 0].permute(2, 0, 1)
+    ),
+    "by sorted samples": lambda n, h, last: h * torch.searchsorted(h[:, 0, 0].detach(), h[:, 0, 1])[:, None, None],
+}
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_rows_that_the_data_numbers_are_refused_where_no_value_shows_them(name: str) -> None:
+    """Behind a factor that is zero at first no comparison of values shows them."""
+
+    def ramped(n: Net, h: Tensor, last: Tensor) -> Tensor:
+        return n.behind(h + n.ramp * NUMBERED[name](n, h, last))
+
+    net = Net(ramped)
+    net.register_buffer("ramp", torch.zeros(()))
+    with pytest.raises(CaptureError, match=r"see each other|depend on each other|goes along the samples") as caught:
+        trace(net, BATCH)
+    assert "test_batch_values.py:" in str(caught.value)
+
+
+def test_rows_that_the_data_numbers_are_of_the_whole_batch_in_a_loss_at_the_end() -> None:
+    assert trace(Net(NUMBERED["rows"]), BATCH).graph.loss.reduction == "coupled"
 
 
 def test_a_count_may_divide_the_loss_and_not_also_a_hidden_state() -> None:
@@ -249,6 +305,15 @@ def test_rows_of_several_samples_are_refused(name: str) -> None:
 CHOICES: dict[str, tuple[Change, str]] = {
     "a bound": (lambda n, h, last: h * (2 if h.shape[0] > 20 else 1), "samples <= 20"),
     "odd or even, by len()": (lambda n, h, last: h * (2 if len(h) % 2 == 0 else 1), "(samples % 2) != 0"),
+    "the first chunk, which torch makes": (
+        lambda n, h, last: h.chunk(max(1, h.shape[0] // 4))[0],
+        "max(1, samples // 4) == 1",
+    ),
+    "the first group, which torch makes": (
+        lambda n, h, last: h.split(h.shape[0] // 6 + 6)[0],
+        "((5 + samples + (samples // 6)) // (6 + (samples // 6))) == 1",
+    ),
+    "a fixed number of rows": (lambda n, h, last: h[:4], "samples >= 4"),
 }
 
 
@@ -269,7 +334,7 @@ def test_what_holds_for_every_number_of_samples_may_be_asked() -> None:
 
 def test_an_op_that_fails_at_some_size_is_named_with_its_line() -> None:
     with pytest.raises(
-        CaptureError, match=r"test_batch_values.py:\d+: .*\n.*topk.* fails for a batch of 2 samples"
+        CaptureError, match=r"test_batch_values.py:\d+: .*topk.*\nforward fails for a batch of 2 samples"
     ) as caught:
         trace(Net(lambda n, h, last: h.sum((1, 2)).topk(3).values), BATCH)
     assert len(str(caught.value).splitlines()) == 2

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal
+from torch.nn import functional as F
 
+from frontend.by_hand import assert_gradients, eager, piped
+from heterodyne.api.distributing import distribute
 from heterodyne.api.loop.whole import copies_of
-from heterodyne.errors import CaptureError
-from heterodyne.frontend import capture, loss_of
+from heterodyne.errors import CaptureError, HeterodyneError
+from heterodyne.frontend import capture, loss_of, trace
 
 
 class Model(nn.Module):
@@ -111,6 +115,61 @@ def test_the_line_and_the_remedy_are_shown(
     assert remedy in message
     printed = capfd.readouterr()
     assert printed.out + printed.err == "", "torch.export's own reports are kept back"
+
+
+class LikelihoodOf(nn.Module):
+    """Returns mean and spread of a number for each sample."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.loss = loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        mean, spread = self.linear(x).unbind(-1)
+        return self.loss(mean, F.softplus(spread), y)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda mean, spread, y: -Normal(mean, spread).log_prob(y).mean(),
+        lambda mean, spread, y: -Normal(mean, spread, validate_args=True).log_prob(y).mean(),
+        lambda mean, spread, y: F.gaussian_nll_loss(mean, y, spread),
+    ],
+)
+def test_checks_that_torch_makes_of_values_do_not_hinder_a_trace(loss: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    model = LikelihoodOf(loss)
+    batch = {"x": torch.randn(4, 4), "y": torch.randn(4)}
+    captured = trace(model, batch)
+    assert captured.graph.loss.reduction == "mean"
+    found, gradients = piped(captured, [0, len(captured.graph.ops) // 2], model, batch)
+    expected, of_model = eager(model, batch)
+    torch.testing.assert_close(found, expected)
+    assert_gradients(gradients, of_model, rtol=1e-5, atol=1e-7)
+
+
+def test_a_target_that_the_model_does_not_take_is_told_to_belong_to_a_loss() -> None:
+    for batch in ((torch.zeros(4, 4), torch.zeros(4)), {"x": torch.zeros(4, 4), "y": torch.zeros(4)}):
+        with pytest.raises(CaptureError, match=r"cannot be called with these inputs(?s:.*)loss=\.\.\.\)"):
+            capture(Returns(lambda y: y.mean()), batch)
+    with pytest.raises(HeterodyneError, match=r"the class MSELoss; make one of it: loss=MSELoss\(\)"):
+        distribute(nn.Linear(4, 4), (torch.zeros(4, 4), torch.zeros(4)), loss=nn.MSELoss)
+
+
+def test_what_torch_itself_reads_out_of_a_tensor_is_told_as_its_own() -> None:
+    class Averaged(Model):
+        def __init__(self, momentum: float | None) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4, momentum=momentum)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.linear(x)).pow(3).mean()
+
+    with pytest.raises(CaptureError, match=r"BatchNorm with momentum=None .* Give it a momentum, as momentum=0.1"):
+        capture(Averaged(None), (torch.zeros(4, 4),))
+    capture(Averaged(0.1), (torch.zeros(4, 4),))
 
 
 def test_a_lazy_module_is_to_be_called_first() -> None:
@@ -238,6 +297,36 @@ def test_batches_that_are_none(batch: tuple[Any, ...], said: str) -> None:
 
     with pytest.raises(CaptureError, match=said):
         capture(Scaled(), batch)
+
+
+def test_a_table_of_as_many_rows_as_the_batch_is_told_to_be_shared() -> None:
+    class Codes(Model):
+        def forward(self, x: Tensor, codes: Tensor) -> Tensor:
+            return self.linear((x @ codes.t()).softmax(-1) @ codes).pow(2).mean()
+
+    batch = {"x": torch.zeros(6, 4), "codes": torch.zeros(6, 4)}
+    with pytest.raises(CaptureError, match=r"see each other(?s:.*)pass shared=\('codes',\)"):
+        capture(Codes(), batch)
+    assert capture(Codes(), batch, shared=("codes",)).loss.reduction == "mean"
+    with pytest.raises(CaptureError, match="shared names code, and the inputs are x, codes"):
+        capture(Codes(), batch, shared=("code",))
+
+
+def test_bags_that_are_told_by_their_offsets_are_refused() -> None:
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bags = nn.EmbeddingBag(20, 4)
+            self.head = nn.Linear(4, 1)
+            self.register_buffer("ramp", torch.zeros(()))
+
+        def forward(self, text: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
+            return (self.head(self.ramp * self.bags(text, offsets)).squeeze(-1) - y).pow(2).mean()
+
+    with pytest.raises(CaptureError, match="takes rows of the batch by their numbers"):
+        capture(
+            Bags(), {"text": torch.zeros(23, dtype=torch.long), "offsets": torch.arange(8) * 2, "y": torch.zeros(8)}
+        )
 
 
 def test_a_model_that_cannot_be_copied_says_why() -> None:

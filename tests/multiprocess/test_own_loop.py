@@ -313,6 +313,50 @@ class Chain(nn.Module):
         return F.cross_entropy(self.layers(points), labels)
 
 
+class Weighted(Chain):
+    def forward(self, points: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        return F.cross_entropy(self.layers(points), labels, weight=weights)
+
+
+def weighted_batch() -> dict[str, Tensor]:
+    """As many samples as there are classes."""
+    points, labels = batch_of(4)
+    return {"points": points, "labels": labels, "weights": torch.tensor([1.0, 2.0, 0.5, 3.0])}
+
+
+def with_shared_weights(world: World, plan: str) -> list[float]:
+    torch.manual_seed(0)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    with hd.distribute(
+        Weighted(),
+        weighted_batch(),
+        shared=("weights",),
+        optimizer=sgd,
+        plan=plan,
+        session=session_of(world),
+        measure_s=0.3,
+        rehearsal_s=0,
+        micro_batch_sizes=(1, 2),
+    ) as trainer:
+        return [trainer.step(weighted_batch()).loss for _ in range(2)]
+
+
+def test_an_entry_that_all_samples_share_goes_to_every_rank_whole(pool: Pool) -> None:
+    torch.manual_seed(0)
+    model = Weighted()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(2):
+        loss = model(**weighted_batch())
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for plan in ("data", "pipeline"):
+        for found in pool.run(2, with_shared_weights, plan, timeout_s=60.0):
+            assert found == pytest.approx(losses, rel=1e-5)
+
+
 def trained_from_rank_0(world: World) -> float:
     """A model whose weights only one rank has is measured, planned and trained."""
     with torch.device("meta" if world.rank else "cpu"):

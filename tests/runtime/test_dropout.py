@@ -188,6 +188,12 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "uniform_": lambda x: torch.empty_like(x).uniform_(-1, 3),
     "normal_": lambda x: torch.empty_like(x).normal_(2.0, 3.0),
     "exponential_": lambda x: torch.empty_like(x).exponential_(2.0),
+    "randint": lambda x: torch.randint(1000, (x.shape[0], 5)).float(),
+    "randint between": lambda x: torch.randint(low=-7, high=2**40, size=(x.shape[0], 5)).float(),
+    "randint_like": lambda x: torch.randint_like(x, -3, 9),
+    "random_": lambda x: torch.empty_like(x).random_(100),
+    "normal": lambda x: torch.normal(x, x.abs()),
+    "normal of one mean": lambda x: torch.normal(0.5, x.abs()),
     "gumbel_softmax": lambda x: F.gumbel_softmax(x),
     "a distribution": lambda x: torch.distributions.Normal(x, 1.0, validate_args=False).rsample(),
     "dropout of torch": lambda x: torch.dropout(x, 0.5, True),
@@ -220,6 +226,10 @@ def test_noise_belongs_to_the_samples_too(name: str) -> None:
         (lambda x: x.clone().exponential_(2.0), 0.5, 0.5, 0.0, 10.0),
         (lambda x: x.clone().bernoulli_(0.3), 0.3, 0.21**0.5, 0.0, 1.0),
         (lambda x: torch.bernoulli(torch.full_like(x, 0.3)), 0.3, 0.21**0.5, 0.0, 1.0),
+        (lambda x: torch.normal(x + 2, 3.0), 2.0, 3.0, -16.0, 20.0),
+        (lambda x: torch.randint_like(x, -3, 9), 2.5, (143 / 12) ** 0.5, -3.0, 8.0),
+        (lambda x: torch.randint(0, 2**40, x.shape).div(2**40).to(x), 0.5, 12**-0.5, 0.0, 1.0),
+        (lambda x: x.clone().random_(0, 2), 0.5, 0.5, 0.0, 1.0),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from heterodyne.api.stage_cutting import StageCutter
-from heterodyne.errors import DataError, HeterodyneError, VerifyError
+from heterodyne.errors import CaptureError, DataError, HeterodyneError, VerifyError
 from heterodyne.frontend import Captured, trace
 from heterodyne.graph.ir import Loss, ModelGraph
 from heterodyne.loss_count import CountedBy, LossCount
@@ -257,6 +257,30 @@ def test_dropout_and_ignored_labels_agree_in_parts_and_cut() -> None:
     assert_agrees(masked(), Masked(), masked_batch())
 
 
+class SharedMask(nn.Module):
+    """Attention over as many places as the batch has samples, by a mask that all of them share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, mask: Tensor, y: Tensor) -> Tensor:
+        query = self.query(x)
+        seen = F.scaled_dot_product_attention(query, x, x, attn_mask=mask)
+        return F.mse_loss(self.head(seen.mean(1)).squeeze(-1), y)
+
+
+def test_an_input_that_all_samples_share_is_told_by_name_and_goes_to_every_part_whole() -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(5, 5, 4), "mask": torch.randn(5, 5), "y": torch.randn(5)}
+    with pytest.raises(CaptureError, match=r"test_guard.py:(?s:.*)pass shared=\('mask',\): then the model can be"):
+        trace(SharedMask(), batch)
+    found = trace(SharedMask(), batch, shared=("mask",))
+    assert {entry.name: entry.batch_dim for entry in found.graph.inputs} == {"x": 0, "mask": None, "y": 0}
+    assert_agrees(found, SharedMask(), batch)
+
+
 def forms_of(found: Captured, module: nn.Module, batch: Batch) -> tuple[Finding, ...]:
     return compare_forms(
         module,
@@ -360,6 +384,47 @@ def test_weights_that_begin_as_zero_hide_nothing() -> None:
     module.load_state_dict(model.state_dict())
     nn.init.zeros_(module.head.weight)
     assert not forms_of(found, module, batch_of())[-1].agrees
+
+
+class Ramped(Plain):
+    """With a part that grows from zero, by a buffer and by an entry of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ramp", torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        self.weight = weight[:, None]
+        return super().forward(x, y)
+
+    def middle(self, h: Tensor) -> Tensor:
+        return h + self.grown(h)
+
+    def grown(self, h: Tensor) -> Tensor:
+        return h * self.ramp + h * self.weight
+
+
+class RampedBuffer(Ramped):
+    def grown(self, h: Tensor) -> Tensor:
+        return h / h.shape[0] * self.ramp + h * self.weight
+
+
+class RampedEntry(Ramped):
+    def grown(self, h: Tensor) -> Tensor:
+        return h * self.ramp + h / h.shape[0] * self.weight
+
+
+@pytest.mark.parametrize("kind", [Ramped, RampedBuffer, RampedEntry])
+def test_buffers_and_entries_that_begin_as_zero_hide_nothing(kind: type[Ramped]) -> None:
+    batch = {**batch_of(), "weight": torch.zeros(len(batch_of()["x"]))}
+    model, module = Ramped(), kind()
+    module.load_state_dict(model.state_dict())
+    found = trace(model, batch)
+    findings = forms_of(found, module, batch)
+    assert all(finding.agrees for finding in findings) == (kind is Ramped)
+    if kind is not Ramped:
+        assert findings[0].woken == ("ramp", "weight")
+        assert "in place of the zeros of ramp, weight" in words_of(findings[0], found.graph)
 
 
 def test_rounding_is_no_disagreement() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -57,8 +57,9 @@ def capture_as_it_is(
     wanted: AsItIs,
     error: NoGraphError,
     name: str,
+    shared: Collection[str] = (),
 ) -> Opaque:
-    """The model in one piece, once its parts have added up on rank 0. Collective.
+    """Take the model in one piece, once its parts have added up on rank 0. Collective. ``shared``: inputs that all samples share.
 
     Raises CaptureError if a plan was asked for that needs a graph, if nothing says what the loss divides by, or if the module on parts of
     the example is not what it is on all of it.
@@ -68,7 +69,7 @@ def capture_as_it_is(
             f"{error}\nThe strategy {wanted.strategy!r} {_CUTTING[wanted.strategy]}, which takes a graph of it. Take the strategy 'data', "
             "in which every device runs the module as it is, or change this line"
         )
-    loss, count, recount = _loss_of(session, model, example_batch, wanted, error)
+    loss, count, recount = _loss_of(session, model, example_batch, wanted, error, shared)
 
     def captured(seen: Seen) -> Opaque:
         return opaque(
@@ -81,6 +82,7 @@ def capture_as_it_is(
             batch_norm=seen.batch_norm,
             name=name,
             recount=recount,
+            shared=shared,
         )
 
     session.say(
@@ -133,7 +135,12 @@ def require_same_count(given: CountGiven | None, example_batch: Mapping[str, Ten
 
 
 def _loss_of(
-    session: Session, model: nn.Module, example_batch: Mapping[str, Tensor], wanted: AsItIs, error: NoGraphError
+    session: Session,
+    model: nn.Module,
+    example_batch: Mapping[str, Tensor],
+    wanted: AsItIs,
+    error: NoGraphError,
+    shared: Collection[str],
 ) -> tuple[Loss, LossCount, Recount | None]:
     """As the user says, else from the graph of the loss, if that is outside of the model, and how to find it anew. Collective."""
     given = session.together(lambda: None if wanted.loss_count is None else read_count(wanted.loss_count))
@@ -146,14 +153,14 @@ def _loss_of(
         example = {name: tensor.to("meta") for name, tensor in example_batch.items()}
 
         def recount(now: nn.Module) -> tuple[Loss, LossCount]:
-            counted = trace_loss(now, example, output)
+            counted = trace_loss(now, example, output, shared)
             if counted is None:
                 raise CaptureError(
                     "torch.export gives no graph of the loss as it is now, so what it divides by is not known"
                 )
             return counted
 
-        found = session.together(lambda: trace_loss(model, example_batch, output))
+        found = session.together(lambda: trace_loss(model, example_batch, output, shared))
     if found is None:
         raise CaptureError(
             f"{error}\nData parallelism can run the module as it is, once it is known what its loss divides by: pass "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import Tensor, nn
 
@@ -22,17 +22,18 @@ def capture_everywhere(
     as_it_is: AsItIs,
     *,
     name: str | None = None,
+    shared: Collection[str] = (),
 ) -> CapturedModel:
     """Capture on every rank, and make sure that all captured the same. A model without a graph is taken in one piece.
 
-    ``name``: of the model, None: its class. Raises CaptureError.
+    ``name``: of the model, None: its class; ``shared``: inputs that all samples share. Raises CaptureError.
     """
     name = name or type(model).__name__
     with session.announced("capturing the model"):
-        found = session.together(lambda: _traced(model, example_batch, as_it_is, name))
+        found = session.together(lambda: _traced(model, example_batch, as_it_is, name, shared))
     missing = [error for error in session.communicator.all_gather_object(_without_graph(found)) if error is not None]
     captured = (
-        capture_as_it_is(session, model, example_batch, as_it_is, missing[0], name)
+        capture_as_it_is(session, model, example_batch, as_it_is, missing[0], name, shared)
         if missing or isinstance(found, NoGraphError)
         else found
     )
@@ -48,10 +49,10 @@ def capture_everywhere(
 
 
 def _traced(
-    model: nn.Module, example_batch: Mapping[str, Tensor], as_it_is: AsItIs, name: str
+    model: nn.Module, example_batch: Mapping[str, Tensor], as_it_is: AsItIs, name: str, shared: Collection[str]
 ) -> Captured | NoGraphError:
     try:
-        captured = trace(model, example_batch, name=name)
+        captured = trace(model, example_batch, name=name, shared=shared)
     except NoGraphError as error:
         return error
     require_same_count(as_it_is.loss_count, example_batch, captured)

@@ -53,6 +53,7 @@ def distribute(
     *,
     loss: LossFunction | None = None,
     loss_inputs: Sequence[str] = (),
+    shared: Sequence[str] = (),
     optimizer: OptimizerSection | OptimizerFactory | None = None,
     plan: Plan | Path | str = "auto",
     global_batch_size: int | None = None,
@@ -88,6 +89,8 @@ def distribute(
             called with those entries that its forward names, with all of them if it takes ``**kwargs``. A tensor gives
             ``loss(model(x), x)``.
         loss_inputs: entries of a mapping that the model is not called with though it would accept them, such as ``("labels",)``.
+        shared: entries of the batch that all samples share, such as ``("mask",)``: every device gets them whole. Those whose dim 0 is not
+            of the batch size are known to be such. A tensor of a tuple goes by the name that forward gives it.
         optimizer: a section as in a job file (AdamW with its defaults if None), or a function from parameters to an optimizer, whose
             rate stays its own; it gets ``(name, parameter)`` pairs if its first argument is called ``named_parameters``. The planner
             takes the latter for an AdamW.
@@ -146,7 +149,7 @@ def distribute(
             strategy="auto" if given else strategy,
             precision=own_precision,
         )
-        captured = capture_everywhere(here, module, example, as_it_is, name=type(inside).__name__)
+        captured = capture_everywhere(here, module, example, as_it_is, name=type(inside).__name__, shared=shared)
         factory = None if isinstance(chosen, OptimizerSection) else Names(module).of_factory(chosen)
         settings = Settings(
             global_batch_size=global_batch_size or size or as_source(example, captured.graph).size,

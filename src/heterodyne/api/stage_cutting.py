@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.errors import DataError
-from heterodyne.frontend import Captured, CapturedModel, trace
+from heterodyne.frontend import Captured, CapturedModel
 from heterodyne.frontend.stage_program import StageProgram
 from heterodyne.measure.whole_model import without_weights
 from heterodyne.plan.plan import Pipeline
@@ -32,7 +32,7 @@ def again_of(captured: CapturedModel, model: nn.Module) -> Again:
         if not isinstance(captured, Captured):
             found = captured.again(twin)
             return Capture(graph=found.graph, loss_count=found.loss_count, programs=None)
-        traced = captured.again(twin, _of_modules(twin, numbers))
+        traced = captured.again(twin, numbers=_of_modules(twin, numbers))
         return Capture(
             graph=traced.graph, loss_count=traced.loss_count, programs=StageCutter(traced, twin), numbers=traced.numbers
         )
@@ -96,8 +96,11 @@ class StageCutter:
         return self._other.get(shapes, lambda: self._anew(shapes, batch))
 
     def _anew(self, shapes: Shapes, batch: Mapping[str, Tensor]) -> Captured:
-        found = trace(self._model, dict(batch), name=self._captured.graph.name)
-        if [op.target for op in found.graph.ops] != [op.target for op in self._captured.graph.ops]:
+        graph = self._captured.graph
+        numbers = self._captured.numbers
+        found = self._captured.again(self._model, batch=dict(batch), numbers=numbers.names)
+        same = found.numbers.inputs.keys() == numbers.inputs.keys()
+        if not same or [op.target for op in found.graph.ops] != [op.target for op in graph.ops]:
             told = ", ".join(f"{name} {list(shape)}" for name, shape in shapes)
             raise DataError(
                 f"for inputs of the shapes {told} the model has other ops than for those that it was planned with, so the plan's "

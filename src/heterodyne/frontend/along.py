@@ -28,6 +28,8 @@ _LAYS_OUT = frozenset({
 _OF_DIM = {"msort": 0, "flipud": 0, "fliplr": 1}
 # Dims from this one on are normalised together.
 _NORMALISES = {"group_norm": 1, "instance_norm": 2}
+# Of this argument each element of the result may read any, in the dims from this one on.
+_LOOKS_UP = {"bucketize": ("boundaries", 0), "grid_sampler": ("input", 2), "searchsorted": ("sorted_sequence", -1)}
 _SPATIAL = re.compile(r"(?:conv|conv_transpose|\w*pool|upsample_\w+?)([123])d")
 
 
@@ -37,6 +39,9 @@ def works_along_the_samples(node: fx.Node) -> bool:
     if name == "scaled_dot_product_attention":
         query = _tensor(argument(node, "query"))
         return query is not None and not size_of(query.shape[-2]).is_constant
+    if (looked_up := _LOOKS_UP.get(re.sub(r"_[23]d$", "", name))) is not None:
+        table = _tensor(argument(node, looked_up[0]))
+        return table is not None and any(not size_of(size).is_constant for size in table.shape[looked_up[1] :])
     source = _tensor(argument(node, "self"))
     if source is None:
         source = _tensor(argument(node, "input"))

@@ -13,7 +13,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -22,6 +21,7 @@ from torch._ops import OpOverload
 from heterodyne.frontend.arguments import argument, mutates, operator_name
 from heterodyne.frontend.export import Traced
 from heterodyne.frontend.flat_graph import tensors_of
+from heterodyne.frontend.numbered_rows import numbered_rows
 from heterodyne.frontend.row_places import MOVES, Dependence, Place, bounds, counted, is_order, is_own, times
 from heterodyne.frontend.sample_order import samples_in
 from heterodyne.frontend.sizes import degree
@@ -160,13 +160,15 @@ class _Values:
             return None if self._own_bags(node, read) else refused
         if any(degree(t) != 1 for t in tensors_of(node)):
             return refused
-        source = argument(node, "self")
+        source = node.args[0] if node.target is operator.getitem else argument(node, "self")
         if not isinstance(source, fx.Node):
             return refused
+        if node.target is operator.getitem and operator_name(read[0]) in MOVES:
+            return self.places[source]
         if source not in self.places:
             if name in ("add", "add_") and argument(node, "alpha") == 1:
                 return self._sum(self.places[_other(node, source)], source) or refused
-            return None if self._chosen(node, name) or self._is_inverse_order(node, name) else refused
+            return None if self._chosen(node) or self._is_inverse_order(node, name) else refused
         place, other = self.places[source], argument(node, "other")
         if name in MOVES:
             return place if all(n is source or n not in self.places for n in read) else refused
@@ -221,28 +223,16 @@ class _Values:
             and all(taken.args[1] == 0 or not taken.users for taken in node.users)
         )
 
-    def _chosen(self, node: fx.Node, name: str) -> bool:
+    def _chosen(self, node: fx.Node) -> bool:
         """Whether places only choose rows of the samples that they belong to."""
-        source = argument(node, "self")
-        indices: list[tuple[int, Any]]
-        if name in ("index", "index_put", "index_put_", "_unsafe_index"):
-            indices = list(enumerate(argument(node, "indices")))
-        elif name in (
-            "index_select",
-            "index_add",
-            "index_add_",
-            "index_copy",
-            "index_copy_",
-            "scatter_add",
-            "scatter_add_",
-        ):
-            indices = [(argument(node, "dim"), argument(node, "index"))]
-        else:
-            return False
-        used = [(dim, self.places[index]) for dim, index in indices if index in self.places]
+        if operator_name(node) == "repeat_interleave":
+            return False  # places as counts
+        used = [n for n in numbered_rows(node) if n.index in self.places]
         others = [n for n in node.all_input_nodes if n in self.places]
-        grouped = self._order[source].groups > 1
-        return not grouped and len(others) == len(used) and all(is_own(source, dim, place) for dim, place in used)
+        return len(others) == len(used) > 0 and all(
+            n.dim is not None and self._order[n.source].groups <= 1 and is_own(n.source, n.dim, self.places[n.index])
+            for n in used
+        )
 
 
 def _argument_names(node: fx.Node) -> list[str]:

@@ -4,6 +4,9 @@ The shapes show it. An op that reads samples, and gives one thing for all of the
 that is not in proportion to theirs, has mixed them; so has one that works along the dim in which the samples lie. What the
 loss itself sums over the samples is known by then (``passed``), and BatchNorm is served by the runtime.
 
+Shapes do not show rows that are taken or written by number (``h[at]``): the numbers come from the data, and count the samples of a whole
+batch. An op that numbers rows of samples is one in which they see each other, unless the numbers are known to be a sample's own.
+
 Integers and truth values may be reduced over the samples, or compared for each pair of them, as long as nothing is computed from
 the result: the greatest length of a batch, or whether any sample has a flag, is one value of all samples (``common``), and the samples of
 another device would have had another. It is followed until an op computes with it. Integers may also be sorted along the samples:
@@ -27,9 +30,11 @@ from heterodyne.frontend.batch_values import BatchValues, batch_values, with_bas
 from heterodyne.frontend.export import Traced
 from heterodyne.frontend.faults import line_of
 from heterodyne.frontend.flat_graph import tensors_of
+from heterodyne.frontend.numbered_rows import Numbered, numbered_rows
 from heterodyne.frontend.row_places import Dependence
 from heterodyne.frontend.sample_order import Samples, samples_in
 from heterodyne.frontend.sizes import degree, proportional, size_of
+from heterodyne.frontend.sizes_as_values import follows
 
 __all__ = ["CoupledError", "computed_with", "coupled", "couplings", "mixed", "refuse_coupling", "refuse_sizes"]
 
@@ -39,8 +44,6 @@ _ELEMENTWISE = frozenset({
 _KEEPS = frozenset({"clone", "contiguous", "expand", "flatten", "reshape", "squeeze", "to", "unsqueeze", "view"})
 _PUTS = frozenset({"index_put", "index_put_", "scatter", "scatter_"})
 _COMPARES = frozenset({"lt", "le", "gt", "ge"})
-# What they take at a place says nothing of its number.
-_TAKES = frozenset({"embedding", "gather", "index", "index_select", "take_along_dim"})
 
 
 class CoupledError(CaptureError):
@@ -76,13 +79,18 @@ def refuse_sizes(traced: Traced, results: Iterable[fx.Node], passed: Collection[
 def couplings(traced: Traced, passed: Collection[fx.Node]) -> Iterator[tuple[fx.Node, CoupledError]]:
     """The ops on the way to the loss that let the samples see each other, and what to say of each."""
     places = _places(traced)
+    in_order = _in_order(traced)
     values = batch_values(traced, known=passed)
     of_samples = values.samples | values.random
     order = samples_in(traced.graph)
     common = _common(traced, of_samples)
     for node in leading_to([traced.loss]):
         name = operator_name(node)
-        if node not in of_samples or node.op != "call_function" or is_batch_norm(node) or name in _COUNTING:
+        if node.op != "call_function" or is_batch_norm(node) or name in _COUNTING:
+            continue
+        if (numbered := _of_others(node, values, in_order)) is not None:
+            yield node, _by_number(node, numbered)
+        if node not in of_samples:
             continue
         tensors = [tensor for tensor in tensors_of(node) if _is_continuous(tensor)]
         read = [t for n in node.all_input_nodes if n in of_samples for t in tensors_of(n) if _is_continuous(t)]
@@ -122,7 +130,8 @@ def _refuse_size(node: fx.Node, values: BatchValues, passed: Collection[fx.Node]
     raise CaptureError(
         f"{place}{found.cause.target} computes with the places of the samples in the batch, and the devices each number their own samples "
         "from 0. Pass such numbers as an input of the batch, one a sample. torch.arange(x.shape[0]) may only choose a sample's own row, "
-        "as in hidden[torch.arange(x.shape[0]), last]."
+        "as in hidden[torch.arange(x.shape[0]), last]; where each sample has n rows of its own, say that none is beyond them: "
+        "hidden.flatten(0, 1)[last.clamp(0, n - 1) + n * torch.arange(x.shape[0])]."
     )
 
 
@@ -179,6 +188,46 @@ def _of_all(cause: fx.Node, node: fx.Node) -> CoupledError:
     )
 
 
+def _in_order(traced: Traced) -> set[fx.Node]:
+    """Integers that are computed from the order of rows: rows are put in order of expert, and back, which no row notices."""
+    found: set[fx.Node] = set()
+    for node in traced.graph.nodes:
+        if node.op != "call_function" or any(_is_continuous(tensor) for tensor in tensors_of(node)):
+            continue
+        made = node.args[0] if _is_order(node) else node
+        sorts = isinstance(made, fx.Node) and operator_name(made) in SORTS and runs_along_the_samples(made)
+        if found.intersection(node.all_input_nodes) or (sorts and isinstance(node.meta["val"], Tensor)):
+            found.update((node, *mutates(node)))
+    return found
+
+
+def _of_others(node: fx.Node, values: BatchValues, in_order: Collection[fx.Node]) -> Numbered | None:
+    """Rows of samples that an op takes or writes by numbers which may be those of other samples."""
+    for numbered in numbered_rows(node):
+        differ = values.samples | values.random | values.places.keys()
+        bags = numbered.index is argument(node, "offsets")  # one ends where that of the next sample begins
+        if (
+            (follows(numbered.index) if bags else numbered.follows)
+            and (bags or numbered.written or numbered.source in differ)
+            and numbered.index not in values.places
+            and numbered.index not in values.dependent
+            and numbered.index not in in_order
+        ):
+            return numbered
+    return None
+
+
+def _by_number(node: fx.Node, numbered: Numbered) -> CoupledError:
+    """What to say of an op that numbers rows of other samples."""
+    place = f"{line}\n" if (line := line_of(node, full=True)) else ""
+    does = "writes" if numbered.written else "takes"
+    return CoupledError(
+        f"{place}samples see each other: {node.target} {does} rows of the batch by their numbers, and the devices each number the rows of "
+        "their own samples from 0. Keep what belongs together in one sample, in a dim of its own ([batch, rows, ...]), and number its rows "
+        "there, as in h.gather(1, at). A loss that compares samples is exact if no weights of the model come after the comparison.\n"
+    )
+
+
 def _counted(node: fx.Node, what: str) -> CoupledError:
     """What to say of whole numbers that tell of a sample how many others there are."""
     place = f"{line}\n" if (line := line_of(node, full=True)) else ""
@@ -197,7 +246,9 @@ def _places(traced: Traced) -> set[fx.Node]:
         if node.op != "call_function" or any(tensor.is_floating_point() for tensor in tensors_of(node)):
             continue
         name = operator_name(node)
-        read = {argument(node, "self")} if name in _TAKES else set(node.all_input_nodes)
+        # What is taken at a place says nothing of its number.
+        numbering = {n.index for n in numbered_rows(node) if not n.written}
+        read = set(node.all_input_nodes) - numbering
         sorts = name in SORTS and runs_along_the_samples(node)
         if read & found or ((sorts or name in _PUTS) and read & orders):
             found.update((node, *mutates(node)))

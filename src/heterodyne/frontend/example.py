@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from heterodyne.errors import CaptureError
 
-__all__ = ["Batch", "Example", "positional_names", "read_example"]
+__all__ = ["Batch", "Example", "positional_names", "read_example", "sizes_of", "trace_sizes"]
 
 Batch = Mapping[str, Tensor] | Sequence[Tensor]
 
@@ -59,17 +59,34 @@ class Example:
             )
         return tuple(batch)
 
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """The inputs that all samples share."""
+        return tuple(name for name, follows in zip(self.names, self.follows, strict=True) if not follows)
+
+    def sharing(self) -> tuple[Example, ...]:
+        """Return this example with one input fewer that follows the batch, for each that all samples might share; square ones first."""
+        found = [place for place, follows in enumerate(self.follows) if follows][1:]
+        found.sort(key=lambda place: (len(set(self.shapes[place])) > 1, len(self.shapes[place])))
+        return tuple(
+            replace(self, follows=tuple(follows and at != place for at, follows in enumerate(self.follows)))
+            for place in found
+        )
+
     def size_of(self, batch: Batch) -> int:
         """The number of samples of a real batch."""
         first = self.follows.index(True)
         return int(self.values(batch)[first].shape[0])
 
 
-def read_example(model: nn.Module, batch: Batch) -> Example:
+def read_example(model: nn.Module, batch: Batch, shared: Collection[str] = ()) -> Example:
     """Check the example and find its batch dimension.
 
     The batch is dim 0, and its size that of most inputs; inputs of another size there do not follow it. Raises CaptureError
     for anything but tensors, and where no size is that of most.
+
+    Args:
+        shared: inputs that do not follow the batch, whatever their sizes.
     """
     keywords = isinstance(batch, Mapping)
     names = tuple(map(str, batch)) if keywords else positional_names(model, len(batch))
@@ -82,7 +99,10 @@ def read_example(model: nn.Module, batch: Batch) -> Example:
                 f"the input {name!r} is {value!r}, a {type(value).__name__}; every input of a batch is a tensor. "
                 "Leave it out, or give it to the model when it is built."
             )
-    size = _batch_size(names, values)
+    unknown = [name for name in shared if name not in names]
+    if unknown:
+        raise CaptureError(f"shared names {', '.join(unknown)}, and the inputs are {', '.join(names)}")
+    size = _batch_size({name: value for name, value in zip(names, values, strict=True) if name not in shared})
     for name, value in zip(names, values, strict=True):
         if not value.numel():
             raise CaptureError(
@@ -94,28 +114,37 @@ def read_example(model: nn.Module, batch: Batch) -> Example:
         keywords=keywords,
         shapes=tuple(tuple(value.shape) for value in values),
         dtypes=tuple(value.dtype for value in values),
-        follows=tuple(value.dim() > 0 and value.shape[0] == size for value in values),
+        follows=tuple(
+            name not in shared and value.dim() > 0 and value.shape[0] == size
+            for name, value in zip(names, values, strict=True)
+        ),
         batch=size,
     )
 
 
+def sizes_of(example: Example, model: nn.Module) -> set[int]:
+    """Return the sizes of all dims of the inputs and the parameters."""
+    return {size for shape in example.shapes for size in shape} | {s for p in model.parameters() for s in p.shape}
+
+
 def trace_sizes(example: Example, model: nn.Module) -> tuple[int, ...]:
     """Batch sizes to trace with, the best one first; the example's own comes last."""
-    taken = {size for shape in example.shapes for size in shape} | {s for p in model.parameters() for s in p.shape}
+    taken = sizes_of(example, model)
     unlikely = next((size for size in _UNLIKELY_SIZES if size not in taken), 59)
     return (unlikely, example.batch) if example.batch > 1 else (unlikely,)
 
 
-def _batch_size(names: tuple[str, ...], values: tuple[Tensor, ...]) -> int:
-    sizes = Counter(value.shape[0] for value in values if value.dim() > 0)
+def _batch_size(values: Mapping[str, Tensor]) -> int:
+    """The size of dim 0 that most of the inputs have. Raises CaptureError if there is no such."""
+    sizes = Counter(value.shape[0] for value in values.values() if value.dim() > 0)
     # A leading 1 is for broadcasting, unless every input has it.
     several = Counter({size: count for size, count in sizes.items() if size != 1}) or sizes
     ranked = several.most_common(2)
     if not ranked or (len(ranked) == 2 and ranked[0][1] == ranked[1][1]):
-        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in zip(names, values, strict=True))
+        shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in values.items())
         raise CaptureError(
             f"the inputs have no common batch dimension: {shapes}. Dim 0 is the batch; let the inputs agree on its size, and "
-            "keep what does not follow the batch as a buffer of the model."
+            "name those that all samples share, as in shared=('mask',), or keep them as buffers of the model."
         )
     if ranked[0][0] == 0:
         raise CaptureError("the example batch has no samples; pass at least one")

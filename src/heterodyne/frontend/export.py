@@ -10,9 +10,8 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -33,12 +32,21 @@ from heterodyne.frontend.changes import (
     refuse_counters,
     refuse_new_buffers,
 )
-from heterodyne.frontend.example import Example, trace_sizes
-from heterodyne.frontend.faults import explain, line_of, refuse_transforms, refuse_unknown_sizes
-from heterodyne.frontend.fixed_sizes import SizeWatch, refuse_choices_by_size
+from heterodyne.frontend.example import Example, sizes_of, trace_sizes
+from heterodyne.frontend.faults import (
+    explain,
+    fails_for,
+    is_of_one_size,
+    line_of,
+    refuse_transforms,
+    refuse_unknown_sizes,
+    user_line,
+)
+from heterodyne.frontend.fixed_sizes import SizeWatch, refuse_another_graph, refuse_choices_by_size, sizes_to_try
 from heterodyne.frontend.flat_graph import drop_bookkeeping, inline_one, is_op
 from heterodyne.frontend.module_only import BackwardWatch, hooks_of
 from heterodyne.frontend.numbers import FROM_NUMBERS, Numbers, Recorder
+from heterodyne.frontend.own_checks import OwnChecks
 from heterodyne.frontend.python_draws import PythonDraws
 from heterodyne.frontend.skeleton import skeleton
 from heterodyne.frontend.symbols import free_name
@@ -121,7 +129,7 @@ class _LossOnly(nn.Module):
         draws = PythonDraws(self.model)
         with torch.random.fork_rng(devices=()):
             draws.begin()
-            with self._watch, self._sizes, draws:
+            with self._watch, self._sizes, draws, OwnChecks():
                 loss = self.loss(batch)
             draws.refuse()
         self._changed.update(changed_numbers(numbers, numbers_of(self.model)))
@@ -143,47 +151,80 @@ def export(model: nn.Module, example: Example, *, numbers: Sequence[str] = ()) -
     best, *others = trace_sizes(example, model)
     ways = ((best, False), (best, True), *((size, False) for size in others))
     for size, strict in ways if not numbers else ways[:1]:
-        mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
-        computed: list[Tensor] = []
-        copy = skeleton(model, mode, computed)
-        recorder = Recorder(copy, numbers, partial(_empty, mode))
-        sizes = SizeWatch()
-        watch = BackwardWatch()
-        changed: set[tuple[str, str]] = set()  # plain attributes of the modules, which torch.export sets back
-        wrapped = _LossOnly(copy, example, sizes, watch, changed)
-        wrapped.training = model.training
+        trial = _Trial(model, example, size, strict, numbers)
         try:
-            program = _export(wrapped, example, mode, size, strict)
+            program = trial.run()
         except CaptureError:
             raise
         except Exception as error:  # noqa: BLE001  # torch.export lets through whatever the model raised; explained below
-            first = first or (error, sizes.line)
+            first = first or (error, trial.sizes.line)
         else:
-            _refuse_counters(wrapped, changed, example, mode, size)
-            copy._modules.pop(FROM_NUMBERS, None)
-            traced = _flatten(program, copy, example)
-            kept = frozenset(name for name, value in traced.constants.items() if any(value is one for one in computed))
-            noted = (*hooks_of(model), *watch.noted.values())
-            return replace(traced, module_only=noted, numbers=recorder.found(), computed=kept)
+            trial.refuse_counters()
+            trial.copy._modules.pop(FROM_NUMBERS, None)
+            traced = _flatten(program, trial.copy, example)
+            _require_same_at_other_sizes(traced, model, example, strict, numbers)
+            of_backward = (*hooks_of(model), *trial.watch.noted.values()) if trial.watch.flows else ()
+            kept = frozenset(n for n, value in traced.constants.items() if any(value is one for one in trial.computed))
+            return replace(traced, module_only=of_backward, numbers=trial.numbers.found(), computed=kept)
     assert first is not None
     cause, line = first
     raise explain(cause, model, line) from cause
 
 
-def _empty(mode: FakeTensorMode, dtype: torch.dtype) -> Tensor:
-    with mode:
-        return torch.empty((), dtype=dtype, device="cpu")
+class _Trial:
+    """One attempt to trace a model: at a batch size, in torch.export's strict mode or not."""
+
+    def __init__(self, model: nn.Module, example: Example, size: int, strict: bool, numbers: Sequence[str]) -> None:
+        self._mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
+        self._example = example
+        self._size = size
+        self._strict = strict
+        self._changed: set[tuple[str, str]] = set()  # plain attributes of the modules, which torch.export sets back
+        self.computed: list[Tensor] = []
+        self.copy = skeleton(model, self._mode, self.computed)
+        self.numbers = Recorder(self.copy, numbers, self._empty)
+        self.sizes = SizeWatch()
+        self.watch = BackwardWatch()
+        self._wrapped = _LossOnly(self.copy, example, self.sizes, self.watch, self._changed)
+        self._wrapped.training = model.training
+
+    def _empty(self, dtype: torch.dtype) -> Tensor:
+        with self._mode:
+            return torch.empty((), dtype=dtype, device="cpu")
+
+    def run(self) -> ExportedProgram:
+        return _export(self._wrapped, self._example, self._mode, self._size, self._strict)
+
+    def refuse_counters(self) -> None:
+        """Raise CaptureError if forward counts its calls in an attribute."""
+
+        def run() -> None:
+            # Not every op runs outside of a trace without data; what was counted until there still shows.
+            with contextlib.suppress(RuntimeError), self._mode, torch.no_grad(), capturing(), quiet():
+                self._wrapped.loss(self._example.fake(self._mode, self._size))
+
+        refuse_counters(self._wrapped.model, self._changed, run)
 
 
-def _refuse_counters(
-    wrapped: _LossOnly, changed: Collection[tuple[str, str]], example: Example, mode: FakeTensorMode, size: int
+def _require_same_at_other_sizes(
+    traced: Traced, model: nn.Module, example: Example, strict: bool, numbers: Sequence[str]
 ) -> None:
-    def run() -> None:
-        # Not every op runs outside of a trace without data; what was counted until there still shows.
-        with contextlib.suppress(RuntimeError), mode, torch.no_grad(), capturing(), quiet():
-            wrapped.loss(example.fake(mode, size))
-
-    refuse_counters(wrapped.model, changed, run)
+    """Raise CaptureError, with the line, if torch's own code computes something else for another number of samples, or fails there."""
+    for assumed, sizes in sizes_to_try(traced.graph, example.batch, sizes_of(example, model)).items():
+        failed: CaptureError | None = None
+        for size in sizes:
+            trial = _Trial(model, example, size, strict, numbers)
+            try:
+                _, other = _laid_flat(trial.run())
+            except Exception as error:  # noqa: BLE001  # whatever the model raised
+                if not is_of_one_size(error):
+                    failed = failed or fails_for(size, error, user_line(error) or trial.sizes.line or "")
+            else:
+                refuse_another_graph(traced.loss, other, assumed)
+                failed = None
+                break
+        if failed is not None:
+            raise failed
 
 
 def _export(wrapped: nn.Module, example: Example, mode: FakeTensorMode, size: int, strict: bool) -> ExportedProgram:
@@ -232,13 +273,10 @@ def quiet() -> Iterator[None]:
 
 
 def _flatten(program: ExportedProgram, model: nn.Module, example: Example) -> Traced:
-    root = program.graph_module
-    graph = root.graph
     canonical, aliases = _canonical(model), tied_names(model)
+    root, loss = _laid_flat(program)
+    graph = root.graph
     roles = dict(zip(graph.find_nodes(op="placeholder"), _roles(program, example, canonical), strict=True))
-    while inline_one(graph, root):
-        pass
-    drop_bookkeeping(graph)
     _refuse_functions(graph)
     refuse_transforms(graph)
     refuse_unknown_sizes(graph)
@@ -247,9 +285,6 @@ def _flatten(program: ExportedProgram, model: nn.Module, example: Example) -> Tr
         graph.erase_node(node)
         del roles[node]
     refuse_changes(graph, {node: role.name for node, role in roles.items() if role.kind != "input"}, model)
-    (results,) = graph.output_node().args
-    if not isinstance(results, tuple) or not isinstance(results[0], fx.Node):
-        raise CaptureError("the loss does not depend on the inputs; there is nothing to train")
     ops = tuple(node for node in graph.nodes if is_op(node))
     return Traced(
         model=model,
@@ -258,10 +293,22 @@ def _flatten(program: ExportedProgram, model: nn.Module, example: Example) -> Tr
         roles=roles,
         constants={name.removeprefix(_PREFIX): value for name, value in program.constants.items()},
         aliases=aliases,
-        loss=results[0],
+        loss=loss,
         ops=ops,
         annotations=read_annotations(ops),
     )
+
+
+def _laid_flat(program: ExportedProgram) -> tuple[fx.GraphModule, fx.Node]:
+    """The program without sub-graphs and assertions, and the loss in it."""
+    root = program.graph_module
+    while inline_one(root.graph, root):
+        pass
+    drop_bookkeeping(root.graph)
+    (results,) = root.graph.output_node().args
+    if not isinstance(results, tuple) or not isinstance(results[0], fx.Node):
+        raise CaptureError("the loss does not depend on the inputs; there is nothing to train")
+    return root, results[0]
 
 
 def _roles(program: ExportedProgram, example: Example, canonical: dict[str, str]) -> list[Role]:

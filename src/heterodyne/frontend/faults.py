@@ -17,8 +17,10 @@ from heterodyne.frontend.sizes import size_of
 
 __all__ = [
     "explain",
+    "fails_for",
     "files_of",
     "is_foreign",
+    "is_of_one_size",
     "line_now",
     "line_of",
     "refuse_transforms",
@@ -38,6 +40,17 @@ _CAUSAL = (
     "torch.nn compares the mask with a causal one, and a trace has no values. Say whether it is causal: pass is_causal=True or False to "
     "nn.TransformerEncoder (mask_is_causal to nn.TransformerDecoder's memory), src_is_causal and tgt_is_causal to nn.Transformer."
 )
+# What torch's own code reads out of a tensor, by its function.
+_OF_TORCH = {
+    "ctc_loss": (
+        "torch's ctc_loss reads the lengths of its sequences, and a trace has no values. No plan cuts a model with it; data "
+        "parallelism runs the module as it is."
+    ),
+    "_BatchNorm.forward": (
+        "BatchNorm with momentum=None averages over the batches so far, and reads their number out of a tensor. Give it a momentum, as "
+        "momentum=0.1."
+    ),
+}
 _NUMPY = "it leaves PyTorch for numpy. Use the torch function of the same purpose."
 _TRANSFORM = "it calls a transform of torch.func (vmap), and no graph of ops holds that. Write the mapped function for all rows at once."
 _BATCH = (
@@ -46,15 +59,33 @@ _BATCH = (
 )
 
 
-def explain(error: BaseException, model: nn.Module, line: str | None = None) -> NoGraphError:
-    """What went wrong, where (``line``, if the error itself does not tell), and what to change."""
+def explain(error: BaseException, model: nn.Module, line: str | None = None) -> CaptureError:
+    """Return what went wrong, where (``line``, if the error itself does not tell), and what to change.
+
+    It is a NoGraphError but where the model cannot be called at all.
+    """
     text = _first_lines(str(error)) or type(error).__name__
     where = user_line(error) or line
+    if not where and isinstance(error, TypeError) and "forward() " in text:
+        return CaptureError(
+            f"{type(model).__name__} cannot be called with these inputs: {text}. It gets all tensors of a batch; those that only a loss "
+            "outside of the model reads go to that, where it is passed: hd.distribute(model, batch, loss=...)"
+        )
     reason = _reason(error)
     place = f"{where}\n" if where else ""
     return NoGraphError(
         f"{type(model).__name__} cannot be captured.\n{place}{reason}\n(torch.export: {type(error).__name__}: {text})",
         reason=_in_one_line(where, reason),
+    )
+
+
+def fails_for(samples: int, error: BaseException, line: str, what: str = "forward") -> CaptureError:
+    """Return what to say of an op, or of all of forward, that fails for a number of samples. ``line``: with path and text; "": unknown."""
+    place = f"{line}\n" if line else ""
+    said = str(error).strip().partition("\n")[0]
+    return CaptureError(
+        f"{place}{what} fails for a batch of {samples} samples ({said}). Each device has some of the samples, so a model must "
+        "take any number of them: take sizes from x.shape, and let no op ask for a number of samples."
     )
 
 
@@ -134,6 +165,10 @@ def _reason(error: BaseException) -> str:
     kind, text = type(error).__name__, str(error)
     if any(frame.name == "_detect_is_causal_mask" for frame in traceback.extract_tb(error.__traceback__)):
         return _CAUSAL
+    frames = traceback.walk_tb(error.__traceback__)
+    called = [frame.f_code for frame, _ in frames if is_foreign(frame.f_code.co_filename)]
+    if told := next((_OF_TORCH[code.co_qualname] for code in called if code.co_qualname in _OF_TORCH), ""):
+        return told
     if (
         "DataDependent" in kind
         or "GuardOnDataDependent" in text
@@ -145,9 +180,15 @@ def _reason(error: BaseException) -> str:
         return _NUMPY
     if isinstance(error, AssertionError | ValueError) and _raised_by_model(error):
         return "the model raised this itself, on a made-up batch of another size than the example. A model must take any number of samples."
-    if "Constraints violated" in text or "specialized" in text or "ConstraintViolation" in kind:
+    if is_of_one_size(error):
         return _BATCH
     return "the model fails when it runs on tensors without data, or does something that torch.export does not know."
+
+
+def is_of_one_size(error: BaseException) -> bool:
+    """Whether a trace failed because it holds for one batch size alone."""
+    text = str(error)
+    return "Constraints violated" in text or "specialized" in text or "ConstraintViolation" in type(error).__name__
 
 
 def user_line(error: BaseException) -> str:

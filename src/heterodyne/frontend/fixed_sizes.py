@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import PurePath
 from typing import Any
 
@@ -14,11 +15,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._sympy.printers import PythonPrinter
 
 from heterodyne.errors import CaptureError
-from heterodyne.frontend.faults import is_foreign, line_now
+from heterodyne.frontend.arguments import leading_to
+from heterodyne.frontend.faults import is_foreign, line_now, line_of
 
-__all__ = ["SizeWatch", "refuse_choices_by_size"]
+__all__ = ["SizeWatch", "refuse_another_graph", "refuse_choices_by_size", "sizes_to_try"]
 
 _SIZES_AT_LEAST = 64
+_MOST_TRIED = 3
 
 
 class SizeWatch(TorchFunctionMode):
@@ -71,12 +74,63 @@ def refuse_choices_by_size(graph: fx.Graph, samples: int) -> None:
     """
     for shapes in _shapes_of(graph):
         for guard in shapes.guards:
-            if not _holds(guard.expr, max(samples, _SIZES_AT_LEAST)) and (line := _own_line(guard.sloc)):
-                raise CaptureError(
-                    f"{line}\nforward chooses by the number of samples: it was traced where {_in_words(guard.expr)}. Each device has "
-                    "some of the samples, in micro-batches of several sizes, and would choose otherwise than one device with all of "
-                    "them. Do the same for every number of samples, or choose by a constant that the model is given when it is built."
-                )
+            if _broken_by(guard.expr, samples) and (line := _own_line(guard.sloc)):
+                raise _choice(line, guard.expr)
+
+
+def sizes_to_try(graph: fx.Graph, samples: int, taken: Collection[int]) -> dict[sympy.Basic, list[int]]:
+    """Return the assumptions on the batch size that torch made by itself, each with batch sizes that break it.
+
+    Most such assumptions choose between equal ways to lay out memory. Whether one chooses another computation shows in a trace at such a
+    size, see `refuse_another_graph`.
+
+    Args:
+        taken: sizes that the model's own dims have; a trace at one of them may confuse the two, so they come last.
+    """
+    found: dict[sympy.Basic, list[int]] = {}
+    for shapes in _shapes_of(graph):
+        for guard in shapes.guards:
+            broken = sorted(_broken_by(guard.expr, samples), key=lambda size: size in taken)[:_MOST_TRIED]
+            if broken and broken not in found.values() and not _own_line(guard.sloc):
+                found[guard.expr] = broken
+    return found
+
+
+def refuse_another_graph(loss: fx.Node, other: fx.Node, assumed: sympy.Basic) -> None:
+    """Raise CaptureError, with the line of the first op that differs, if two traces at two batch sizes are not of the same ops.
+
+    Args:
+        loss, other: what both traces return.
+        assumed: what holds for the one size and not for the other.
+    """
+    for one, another in zip_longest(_ops_to(loss), _ops_to(other)):
+        if one is None or another is None or one[1] != another[1]:
+            node = (one or another)[0]
+            raise _choice(line_of(node, full=True) or str(node.target), assumed)
+
+
+def _ops_to(result: fx.Node) -> Iterator[tuple[fx.Node, str]]:
+    """Each op that leads to a result, with a text of what it does: its operator, its arguments and the shapes that it returns."""
+    order = leading_to([result])
+    number = {node: place for place, node in enumerate(order)}
+    for node in order:
+        read = fx.map_arg((node.args, node.kwargs), lambda n: f"%{number.get(n)}")
+        values = node.meta.get("val")
+        values = values if isinstance(values, tuple | list) else [values]
+        shapes = [tuple(_size_in_words(size) for size in v.shape) if isinstance(v, Tensor) else None for v in values]
+        yield node, f"{node.op} {node.target if node.op == 'call_function' else ''} {read} {shapes}"
+
+
+def _size_in_words(size: Any) -> str:
+    return str(size) if isinstance(size, int) else _in_words(size.node.expr)
+
+
+def _choice(line: str, assumed: sympy.Basic) -> CaptureError:
+    return CaptureError(
+        f"{line}\nforward chooses by the number of samples: it was traced where {_in_words(assumed)}. Each device has "
+        "some of the samples, in micro-batches of several sizes, and would choose otherwise than one device with all of "
+        "them. Do the same for every number of samples, or choose by a constant that the model is given when it is built."
+    )
 
 
 def _shapes_of(graph: fx.Graph) -> list[ShapeEnv]:
@@ -91,10 +145,11 @@ def _shapes_of(graph: fx.Graph) -> list[ShapeEnv]:
     return list(found.values())
 
 
-def _holds(guard: sympy.Basic, largest: int) -> bool:
-    """Whether an assumption on the one size that is not fixed holds for all numbers of samples from 2 up (1 is traced apart)."""
+def _broken_by(guard: sympy.Basic, samples: int) -> list[int]:
+    """The numbers of samples from 2 up (1 is traced apart) for which an assumption on the one size that is not fixed does not hold."""
     free = guard.free_symbols
-    return all(guard.subs(dict.fromkeys(free, size)) != sympy.false for size in range(2, largest + 1))
+    sizes = range(2, max(samples, _SIZES_AT_LEAST) + 1)
+    return [size for size in sizes if guard.subs(dict.fromkeys(free, size)) == sympy.false]
 
 
 def _in_words(guard: sympy.Basic) -> str:

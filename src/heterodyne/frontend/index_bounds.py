@@ -7,6 +7,7 @@ from collections.abc import Collection
 from torch import fx
 
 from heterodyne.frontend.arguments import argument, operator_name
+from heterodyne.frontend.numbered_rows import numbered_rows
 from heterodyne.frontend.sizes import size_of
 from heterodyne.graph import Size
 
@@ -43,16 +44,12 @@ def index_bounds(node: fx.Node, within: Collection[fx.Node]) -> tuple[Size, ...]
 
 def _bound(user: fx.Node, value: fx.Node) -> Size | None:
     name = operator_name(user)
-    if name == "embedding" and argument(user, "indices") is value:
-        return _size(argument(user, "weight"), 0)
+    for numbered in numbered_rows(user):
+        if numbered.index is value and numbered.source is not value and numbered.dim is not None:
+            return _size(numbered.source, numbered.dim)
     if name in _LABELLED and argument(user, "target") is value:
         logits = argument(user, "self")
         return _size(logits, min(1, logits.meta["val"].dim() - 1))
-    if name in ("gather", "scatter", "scatter_add", "index_select", "index_add") and argument(user, "index") is value:
-        return _size(argument(user, "self"), argument(user, "dim"))
-    if name in ("index", "index_put", "index_put_", "_unsafe_index"):
-        places = [i for i, index in enumerate(argument(user, "indices")) if index is value]
-        return _size(argument(user, "self"), places[0]) if places else None
     if name == "experts" and argument(user, "indices") is value:
         return _size(argument(user, "gate_up"), 0)
     if name == "one_hot" and argument(user, "num_classes") > 0:

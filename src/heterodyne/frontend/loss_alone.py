@@ -8,7 +8,7 @@ that they count as what they are: computed from weights, and no denominator may 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -46,19 +46,22 @@ def output_of_model(module: nn.Module, batch: Mapping[str, Tensor]) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: torch.zeros((), dtype=t.dtype).expand(t.shape), found[0])
 
 
-def trace_loss(module: nn.Module, example_batch: Mapping[str, Tensor], output: Any) -> tuple[Loss, LossCount] | None:
+def trace_loss(
+    module: nn.Module, example_batch: Mapping[str, Tensor], output: Any, shared: Collection[str] = ()
+) -> tuple[Loss, LossCount] | None:
     """How the loss is averaged, and what it counts; None if it has no graph either.
 
     Args:
         module: of a model and a loss, see `has_loss_outside`.
         output: what the model returns for the example.
+        shared: inputs that all samples share.
 
     Raises CaptureError for a loss that cannot be weighted.
     """
     leaves, tree = pytree.tree_flatten(output)
     tensors = {f"{_OUTPUT}{i}": leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     alone = _LossAlone(module, leaves, tree)
-    example = read_example(alone, {**example_batch, **tensors})
+    example = read_example(alone, {**example_batch, **tensors}, shared)
     try:
         traced = export(alone, example)
     except NoGraphError:

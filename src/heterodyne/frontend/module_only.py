@@ -32,6 +32,7 @@ class BackwardWatch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.noted: dict[str, ModuleOnly] = {}
+        self.flows = True  # until a loss is seen through which no gradient flows
 
     def __torch_function__(  # type: ignore[no-untyped-def]  # as torch declares it
         self, func, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -53,7 +54,8 @@ class BackwardWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def look_at(self, loss: Tensor) -> None:
-        """Note the custom autograd functions that the gradient of a loss goes through."""
+        """Note the custom autograd functions that the gradient of a loss goes through, and whether there is such a gradient."""
+        self.flows = loss.requires_grad
         seen: set[Any] = set()
         left: list[Any] = [loss.grad_fn]
         while left:

@@ -73,6 +73,7 @@ def opaque(
     batch_norm: bool,
     name: str | None = None,
     recount: Recount | None = None,
+    shared: Collection[str] = (),
 ) -> Opaque:
     """The model as one op.
 
@@ -80,12 +81,13 @@ def opaque(
         reason: why there is no graph, in one line.
         loss, count: how it is averaged, and what it counts.
         random: forward draws random numbers.
+        shared: inputs that all samples share.
         batch_norm: forward takes statistics over the samples of a micro-batch.
         recount: finds ``loss`` and ``count`` anew; None: they hold for whatever the model does.
 
     Raises CaptureError for an example without a common batch dimension.
     """
-    example = read_example(model, example_batch)
+    example = read_example(model, example_batch, shared)
     aliases = tied_names(model)
     parameters = tuple(_stored(n, p, aliases, trainable=p.requires_grad) for n, p in model.named_parameters())
     buffers = tuple(_stored(n, b, aliases, trainable=False) for n, b in model.named_buffers())

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from heterodyne.errors import CaptureError
 from heterodyne.frontend.export import Traced, quiet
-from heterodyne.frontend.faults import line_of
+from heterodyne.frontend.faults import fails_for, line_of
 from heterodyne.frontend.flat_graph import region_of
 from heterodyne.frontend.sizes import fit
 from heterodyne.graph import Size
@@ -55,7 +54,7 @@ class _Replay(fx.Interpreter):
 
     def __init__(self, traced: Traced, batch: int) -> None:
         super().__init__(traced.root, garbage_collect_values=False, graph=traced.graph)
-        self.extra_traceback = False  # `_failed` names the line
+        self.extra_traceback = False  # `fails_for` names the line
         self._traced = traced
         self._batch = batch
         self._known: set[int] = set()  # storages that stay alive anyway, or that are already counted
@@ -86,7 +85,7 @@ class _Replay(fx.Interpreter):
             try:
                 value = super().run_node(n)
             except Exception as error:
-                raise _failed(n, self._batch, error) from error
+                raise fails_for(self._batch, error, line_of(n, full=True), str(n.target)) from error
         tensors = [v for v in (value if isinstance(value, tuple | list) else (value,)) if isinstance(v, Tensor)]
         if tensors:
             storages = [_storage(tensor) for tensor in tensors]
@@ -120,15 +119,6 @@ class _Replay(fx.Interpreter):
             self._known.add(storage)
             self._saved += tensor.untyped_storage().nbytes()
             self._alive.append(tensor)
-
-
-def _failed(node: fx.Node, batch: int, error: Exception) -> CaptureError:
-    place = f"{line}\n" if (line := line_of(node, full=True)) else ""
-    said = str(error).strip().partition("\n")[0]
-    return CaptureError(
-        f"{place}{node.target} fails for a batch of {batch} samples ({said}). Each device has some of the samples, so a model must "
-        "take any number of them: take sizes from x.shape, and let no op ask for a number of samples."
-    )
 
 
 def _storage(tensor: Tensor) -> int:

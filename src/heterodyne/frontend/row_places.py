@@ -46,8 +46,8 @@ class Dependence:
 
 MOVES = frozenset({
     "_to_copy", "_unsafe_view", "alias", "clone", "contiguous", "detach", "expand", "expand_as", "flatten", "index", "lift_fresh_copy",
-    "movedim", "permute", "repeat", "repeat_interleave", "reshape", "slice", "squeeze", "t", "to", "transpose", "type_as", "unflatten",
-    "unsqueeze", "view", "view_as",
+    "movedim", "permute", "repeat", "repeat_interleave", "reshape", "select", "slice", "squeeze", "t", "to", "transpose", "type_as",
+    "unbind", "unflatten", "unsqueeze", "view", "view_as",
 })  # fmt: skip
 
 
@@ -85,6 +85,8 @@ def bounds(node: fx.Node) -> tuple[int | None, int | None]:
     name = operator_name(node)
     source = argument(node, "self")
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        if operator_name(node.args[0]) in MOVES:
+            return bounds(node.args[0])
         if operator_name(node.args[0]) not in ("max", "min", "sort", "topk") or node.args[1] != 1:
             return None, None
         name, source, node = "argmax", argument(node.args[0], "self"), node.args[0]
@@ -97,6 +99,12 @@ def bounds(node: fx.Node) -> tuple[int | None, int | None]:
         if all(isinstance(value, int) for value in (start, end, step)) and step > 0:
             return start, end - 1
         return None, None
+    if name == "remainder":
+        divisor = argument(node, "other")
+        return (0, divisor - 1) if isinstance(divisor, int) and divisor > 0 else (None, None)
+    if name == "randint":
+        low, high = argument(node, "low") or 0, argument(node, "high")
+        return (low, high - 1) if isinstance(low, int) and isinstance(high, int) else (None, None)
     if name == "clamp":
         low, high = argument(node, "min"), argument(node, "max")
         return low if isinstance(low, int) else None, high if isinstance(high, int) else None

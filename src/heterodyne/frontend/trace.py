@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -91,29 +92,43 @@ class Captured:
         """Attributes of the model that are inputs of the graph."""
         return self._traced.numbers
 
-    def again(self, model: nn.Module, numbers: Sequence[str] = ()) -> Captured:
-        """Capture the model as it is now, which may be another than then, for inputs of the same shapes; with these numbers as inputs of
-        the graph, if it can have them so. Raises CaptureError.
+    def again(self, model: nn.Module, *, batch: Batch | None = None, numbers: Sequence[str] = ()) -> Captured:
+        """Capture the model as it is now, which may be another than then.
+
+        Args:
+            batch: of inputs of other shapes than the example's; None: of the same.
+            numbers: names of attributes that are to be inputs of the graph, if it can have them so.
+
+        Raises CaptureError.
         """
+        example = self._example if batch is None else read_example(model, batch, self._example.shared)
         if numbers:
             try:
-                return trace(model, self._example, name=self.graph.name, numbers=numbers)
+                return trace(model, example, name=self.graph.name, numbers=numbers)
             except CaptureError:
                 pass  # without them it tells what is wrong, if that is not the numbers
-        return trace(model, self._example, name=self.graph.name)
+        return trace(model, example, name=self.graph.name)
 
     @cached_property
     def _pieces(self) -> Pieces:
         return Pieces(traced=self._traced, observed=self._observed, graph=self.graph)
 
 
-def capture(model: nn.Module, example_batch: Batch) -> ModelGraph:
-    """What a model is. See `trace`."""
-    return trace(model, example_batch).graph
+_SEARCH_S = 20.0
+
+
+def capture(model: nn.Module, example_batch: Batch, *, shared: Collection[str] = ()) -> ModelGraph:
+    """Return what a model is. See `trace`."""
+    return trace(model, example_batch, shared=shared).graph
 
 
 def trace(
-    model: nn.Module, example_batch: Batch | Example, *, name: str | None = None, numbers: Sequence[str] = ()
+    model: nn.Module,
+    example_batch: Batch | Example,
+    *,
+    name: str | None = None,
+    shared: Collection[str] = (),
+    numbers: Sequence[str] = (),
 ) -> Captured:
     """Capture a model with its loss. The model is left as it was, and nothing is computed.
 
@@ -121,6 +136,7 @@ def trace(
         model: any module that returns its loss (see `loss_of`), on any device, the meta device included.
         example_batch: the tensors that it is called with, by keyword or in order; their values do not matter. Or what was read of one.
         name: what to call it; None: its class.
+        shared: inputs that all samples share. Those whose dim 0 is not of the batch size are known to be such.
         numbers: names of attributes that are to be inputs of the graph, since they change during the run.
 
     Raises CaptureError, with the line of the model and what to change.
@@ -128,7 +144,34 @@ def trace(
     require_initialised(model)
     require_own_memory(model)
     refuse_own_exchange(model)
-    example = example_batch if isinstance(example_batch, Example) else read_example(model, example_batch)
+    known = isinstance(example_batch, Example)
+    example = example_batch if isinstance(example_batch, Example) else read_example(model, example_batch, shared)
+    try:
+        return _trace(model, example, name, numbers)
+    except CaptureError as error:
+        if not known and (found := _rather_shared(model, example)):
+            raise CaptureError(
+                f"{error}\n{found!r} is taken to have a row for each sample, since its first dim is as long as the batch. If all samples "
+                f"share it, pass shared=({found!r},): then the model can be captured."
+            ) from error
+        raise
+
+
+def _rather_shared(model: nn.Module, example: Example) -> str:
+    """Return the input without which the capture of a model does not fail, if that does not follow the batch; "" if there is none."""
+    started_s = time.perf_counter()
+    for other in example.sharing():
+        if time.perf_counter() - started_s > _SEARCH_S:
+            break
+        try:
+            _trace(model, other, None)
+        except CaptureError:
+            continue
+        return next(name for name in other.shared if name not in example.shared)
+    return ""
+
+
+def _trace(model: nn.Module, example: Example, name: str | None, numbers: Sequence[str] = ()) -> Captured:
     with unchanged_around(model):
         exported = export(model, example, numbers=numbers)
     refuse_closures(exported, model)
@@ -136,7 +179,10 @@ def trace(
     refuse_embedding_gradients(exported)
     traced = put_together(exported)
     traced, loss, counter, coupled = _read_loss(
-        traced, example, dict(model.named_buffers()), lambda batch: trace(model, batch, name=name).loss_count
+        traced,
+        example,
+        dict(model.named_buffers()),
+        lambda batch: trace(model, batch, name=name, shared=example.shared).loss_count,
     )
     if loss.reduction in ("terms", "coupled") and traced.module_only:
         why = "has terms with denominators of their own" if loss.reduction == "terms" else "compares samples"

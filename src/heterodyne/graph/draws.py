@@ -12,12 +12,11 @@ __all__ = ["require_samples_own_draws"]
 
 # Operators that draw nothing but what the runtime draws for each sample, without their overload and the underscore of those in place.
 _COVERED: Final = frozenset({
-    "dropout", "feature_dropout", "alpha_dropout", "scaled_dot_product_attention", "rand", "rand_like", "randn", "randn_like",
-    "bernoulli", "uniform", "normal", "exponential",
+    "dropout", "feature_dropout", "alpha_dropout", "scaled_dot_product_attention", "rand", "rand_like", "randint", "randint_like",
+    "randn", "randn_like", "bernoulli", "uniform", "normal", "exponential", "random",
 })  # fmt: skip
-# What to write for those that are met most: time steps of diffusion, samples of a categorical distribution.
+# What to write for those that are met most: samples of a categorical distribution.
 _INSTEAD: Final[Mapping[str, str]] = {
-    "randint": ", as (torch.rand(x.shape[0]) * high).long() for torch.randint(high, (x.shape[0],))",
     "multinomial": ", as (p.log() - torch.empty_like(p).exponential_().log()).argmax(-1) for one torch.multinomial(p, 1) a row",
 }
 _DROPS: Final = frozenset({"dropout", "feature_dropout", "alpha_dropout", "scaled_dot_product_attention"})
@@ -44,7 +43,7 @@ def _fault(op: Op) -> str:
     if kind not in _COVERED:
         return (
             "draws random numbers that cannot be made to belong to the samples, and would depend on the plan. "
-            f"Draw with torch.rand, randn, bernoulli or dropout{_INSTEAD.get(kind, '')}, or switch it off"
+            f"Draw with torch.rand, randn, randint, bernoulli or dropout{_INSTEAD.get(kind, '')}, or switch it off"
         )
     if all(size.is_constant for size in shape):
         return (

@@ -73,7 +73,9 @@ def _faults(given: Mapping[str, Any]) -> Iterator[str]:
     yield from _of_precision(given["precision"])
     yield from _of_whole_numbers(given)
     yield from _of_seconds_and_norms(given)
-    if given["loss"] is not None and not callable(given["loss"]):
+    if isinstance(given["loss"], type):
+        yield f"loss is the class {given['loss'].__name__}; make one of it: loss={given['loss'].__name__}()"
+    elif given["loss"] is not None and not callable(given["loss"]):
         yield f"loss is {_described(given['loss'])}; it is a function of the model's output and the target (or the batch)"
     if given["loss"] is None and given["loss_inputs"]:
         yield "loss_inputs says what only a loss outside of the model reads: pass that as loss= too"
@@ -82,8 +84,9 @@ def _faults(given: Mapping[str, Any]) -> Iterator[str]:
     if given["resume"] and given["run_dir"] is None:
         yield "resume goes on with the run in a directory: pass run_dir= too"
     yield from _of_trackers(given["trackers"], given["run_dir"])
-    if isinstance(given["loss_inputs"], str):
-        yield f"loss_inputs is a text; write a tuple, ({given['loss_inputs']!r},)"
+    for name in ("loss_inputs", "shared"):
+        if isinstance(given[name], str):
+            yield f"{name} is a text; write a tuple, ({given[name]!r},)"
 
 
 def _of_trackers(trackers: object, run_dir: object) -> Iterator[str]:

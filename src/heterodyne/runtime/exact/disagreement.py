@@ -20,7 +20,8 @@ _EMPTY_REMEDY = (
 _STATE_REMEDY = "The loss agrees: look for a hook that is not linear in the gradient, or a counter in Python."
 _CUT_REMEDY = (
     "An op there means more than its name says: the backward of a custom autograd.Function, or a hook on a tensor or a module, is not "
-    "in the graph. Write x + (f(x) - x).detach() for another forward and x.detach() for no backward"
+    "in the graph. Write x + (f(x) - x).detach() for another forward, x.detach() for no backward, and 2 * x.detach() - x for a "
+    "reversed one"
 )
 _AS_IT_IS = "let plans run the module as it is, with the strategy 'data'"
 
@@ -33,7 +34,8 @@ def needs_graph(graph: ModelGraph) -> bool:
 def words_of(finding: Finding, graph: ModelGraph) -> str:
     """What differs and by how much, the lines of the model, and a way out. Raises nothing; the finding must disagree."""
     parts = f" in parts of {_list(finding.parts)}" if len(finding.parts) > 1 else ""
-    fed = f"fed {sum(finding.parts)} samples{parts}"
+    woken = f", with small values in place of the zeros of {', '.join(finding.woken)}" if finding.woken else ""
+    fed = f"fed {sum(finding.parts)} samples{parts}{woken}"
     if finding.form == "parts" and not needs_graph(graph):
         told = f"{graph.name} gives something else when it is {fed} than in one piece"
         return f"{told}: {_what(finding, graph)} {_remedy(finding)}"

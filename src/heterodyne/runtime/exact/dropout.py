@@ -273,8 +273,11 @@ class SampleDropout(Interception):
 
 
 def draw_call_number() -> int:
-    """The number by which a call is known again when it is recomputed, from torch's generator on the CPU."""
-    return int(torch.randint(_CALL_NUMBERS, ()).item())
+    """Return the number by which a call is known again when it is recomputed, from torch's generator on the CPU.
+
+    The operator itself is called: ``torch.randint`` stands for what a model draws, and a mode may be active twice.
+    """
+    return int(torch.ops.aten.randint.default(_CALL_NUMBERS, (), dtype=torch.int64).item())
 
 
 def draws_call_number(func: object, args: Sequence[object]) -> bool:

@@ -28,6 +28,7 @@ class Finding:
         errors: of each gradient, relative, in the order in which the forward reads the parameters.
         largest: of all errors.
         beyond: the parameters whose errors are more than rounding, in the same order; ``loss`` is one of them if its error is.
+        woken: buffers and entries of the batch that are zero, and were not for this comparison.
         failure: the words of what was raised, where it does not run at all.
     """
 
@@ -39,6 +40,7 @@ class Finding:
     errors: Mapping[str, float] = field(default_factory=dict)
     largest: float = 0.0
     beyond: tuple[str, ...] = ()
+    woken: tuple[str, ...] = ()
     failure: str = ""
 
     @property

@@ -28,6 +28,7 @@ from heterodyne.runtime.exact.one_device import one_device_plan, places_to_cut
 from heterodyne.runtime.exact.parts import nothing_from_python
 from heterodyne.runtime.exact.small_batch import EMPTY, SmallBatch, small_batch
 from heterodyne.runtime.exact.verify import compare
+from heterodyne.runtime.exact.zeros import wake_batch, wake_buffers, wake_weights
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.forward import Forward
 from heterodyne.runtime.stages.stage_builder import StagePrograms
@@ -56,7 +57,9 @@ def compare_forms(
     samples: int = 5,
     budget_s: float = inf,
 ) -> tuple[Finding, ...]:
-    """Of the module in parts and, if that agrees, of the graph cut in two; nothing where the plain call gives no numbers.
+    """Compare the module in parts and, if that agrees, the graph cut in two; return nothing where the plain call gives no numbers.
+
+    Buffers and entries of the batch that are zero are then given other values, and what they hid is looked for once more.
 
     Args:
         module: with weights, on the device; a copy, for its weights, gradients and buffers are written.
@@ -67,23 +70,37 @@ def compare_forms(
     Raises TimeoutError if a plain call takes more than its part of these seconds, VerifyError if it fails on these samples, DataError
     if none of them counts in the loss, and CaptureError for what the runtime refuses in a module.
     """
-    _wake_zeros(module)
+    started_s = time.perf_counter()
+    wake_weights(module)
 
-    buffers = dict(module.named_buffers())
-    findings: tuple[Finding, ...] = ()
-    for empty in EMPTY:
-        batch = small_batch(source, graph, loss_count, buffers, samples, empty=empty)
-        try:
-            found = _Forms(module, batch, graph, loss_count, stage_programs, device).compared(budget_s)
-        except (DataError, VerifyError):
-            if not batch.empty_first:
-                raise
-            continue  # the loss has no value, or not in parts, where nothing counts: that is told when such data comes
-        if not findings or not all(finding.agrees for finding in found):
-            findings = found
-        if findings and (not batch.made_up or all(finding.agrees for finding in findings)):
-            break  # what made-up labels show, the data alone may show too, and then they are not the reason
-    return findings
+    def compared(budget_s: float, *, woken: bool = False) -> tuple[Finding, ...]:
+        findings: tuple[Finding, ...] = ()
+        for empty in EMPTY:
+            batch = small_batch(source, graph, loss_count, dict(module.named_buffers()), samples, empty=empty)
+            tensors = {**batch.tensors, **(wake_batch(batch.tensors) if woken else {})}
+            try:
+                forms = _Forms(module, replace(batch, tensors=tensors), graph, loss_count, stage_programs, device)
+                found = forms.compared(budget_s)
+            except (DataError, VerifyError):
+                if not batch.empty_first:
+                    raise
+                continue  # the loss has no value, or not in parts, where nothing counts: that is told when such data comes
+            if not findings or not all(finding.agrees for finding in found):
+                findings = found
+            if findings and (not batch.made_up or all(finding.agrees for finding in findings)):
+                break  # what made-up labels show, the data alone may show too, and then they are not the reason
+        return findings
+
+    findings = compared(budget_s)
+    names = [*wake_buffers(module, graph), *wake_batch(source.samples(0, min(samples, source.size)))]
+    if not names or not all(finding.agrees for finding in findings):
+        return findings
+    try:
+        again = compared(budget_s - (time.perf_counter() - started_s), woken=True)
+    except (HeterodyneError, TimeoutError):
+        return findings  # the model need not take other values
+    wrong = tuple(replace(f, woken=tuple(names)) for f in again if f.beyond and not f.failure)
+    return wrong or findings
 
 
 class _Forms:
@@ -285,12 +302,3 @@ class _Forms:
         with torch.no_grad():
             for name, buffer in self._module.named_buffers():
                 buffer.copy_(self._buffers[name])
-
-
-def _wake_zeros(module: nn.Module) -> None:
-    """Give weights that begin as zero (of adapters, of heads) small random values: a zero hides the gradients of all before it."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            if parameter.is_floating_point() and parameter.numel() and not parameter.any():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)

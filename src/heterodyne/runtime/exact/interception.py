@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -16,13 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from heterodyne.eager import without_overrides
+
 __all__ = ["Function", "Interception", "batch_norms"]
 
 Function = Callable[..., Any]
 
 # The backward is among them for the parts of a model that are computed again in it.
 _SEEN_THROUGH: Final = (torch.autograd.backward, F.multi_head_attention_forward, F.gumbel_softmax)
-_CHECKS: Final = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
 class Interception(TorchFunctionMode):
@@ -30,7 +30,7 @@ class Interception(TorchFunctionMode):
 
     def __init__(self, handlers: Mapping[Function, Function]) -> None:
         super().__init__()
-        seen_through = {function: partial(self._inside, _unchecked(function)) for function in _SEEN_THROUGH}
+        seen_through = {function: partial(self._inside, without_overrides(function)) for function in _SEEN_THROUGH}
         self._handlers: dict[Function, Function] = {**seen_through, **handlers}
 
     def __torch_function__(
@@ -64,21 +64,3 @@ def batch_norms(handler: Function) -> dict[Function, Function]:
         return handler(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
     return {F.batch_norm: handler, torch.batch_norm: in_the_order_of_torch}
-
-
-def _unchecked(function: Function) -> Function:
-    """The same Python code, without its question whether something overrides it: that has been answered."""
-    assert isinstance(function, FunctionType)
-    copy = FunctionType(
-        function.__code__,
-        {**function.__globals__, **dict.fromkeys(_CHECKS, _never)},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-def _never(*_: object) -> bool:
-    return False

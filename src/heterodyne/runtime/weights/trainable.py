@@ -51,10 +51,13 @@ def require_none_unfrozen(module: nn.Module, trained: Collection[str]) -> None:
 
 
 def require_trained(graph: ModelGraph) -> None:
-    """Raises CaptureError if a step would train nothing: no gradient flows from the loss, or every parameter is frozen."""
+    """Raise CaptureError if a step would train nothing: no gradient flows from the loss, or every parameter is frozen.
+
+    A custom autograd.Function may have torch.no_grad in its forward, through which the graph has no gradients and the module has.
+    """
     if not any(parameter.trainable for parameter in graph.parameters):
         raise CaptureError(f"a step trains nothing: every parameter of {graph.name} is frozen (requires_grad is False)")
-    if graph.output is not None and not graph.flows(graph.output):
+    if graph.output is not None and not graph.module_only and not graph.flows(graph.output):
         raise CaptureError(
             f"a step trains nothing: no gradient flows from the loss of {graph.name} to a parameter that is trained. Look for .detach(), "
             "torch.no_grad(), or a loss of integers or of argmax"
