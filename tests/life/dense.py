@@ -186,7 +186,7 @@ SUBJECTS = (
         changes=(
             *part("second"),
             number("joined", False, True, kind="head joined or left"),
-            number("share", 0.3, 0.0, 1.0),
+            number("share", 0.3, 0.0, 1.0, alone=False),
         ),
     ),
     Subject(
@@ -263,7 +263,7 @@ SUBJECTS = (
             *part("encoder"),
             *weight("decoder[0].weight"),
             number("beta", 0.0, 0.1, 0.5, kind="term added"),
-            number("free", 0.0, 0.5),
+            number("free", 0.0, 0.5, alone=False),
         ),
     ),
     Subject(

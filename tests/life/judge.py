@@ -23,6 +23,8 @@ NOTHING = 1e-5
 """A tensor whose norm is below this part of all together is zero up to rounding: its error is one of all together."""
 READING = ("evaluate", "validate", "predict", "state kept")
 """Kinds that change nothing."""
+LOST_ANOTHER = ("Connection closed by peer", "Connection reset by peer", "broke off")
+"""Words of what a rank says that another one has left."""
 FAILURES = ("wrong", "nameless", "traceback", "hung", "void")
 
 
@@ -127,12 +129,13 @@ class _Course:
 def _stopped(course: _Course, part: int, records: Sequence[Record]) -> Outcome:
     """A rank has not come past this line, and what there was before was right."""
     refused, crashed = [record.refused for record in records], [record.crashed for record in records]
-    told = next((text for text in (*refused, *crashed) if text), "")
-    if not any(refused):
-        return course.ended("traceback", told)
+    # Ranks that lost one of the others say so; what that one says comes first.
+    causes = sorted(filter(None, (*refused, *crashed)), key=lambda text: any(words in text for words in LOST_ANOTHER))
+    if not any(refused) or any(text in crashed for text in causes if not any(words in text for words in LOST_ANOTHER)):
+        return course.ended("traceback", causes[0] if causes else "")
+    told = causes[0]
     if not all(refused) or len({len(record.values) for record in records}) > 1:
-        others = next((text[-300:] for text in crashed if text), "the others went on")
-        return course.ended("nameless", f"refused on some ranks alone: {told} | {others}")
+        return course.ended("nameless", " | ".join((f"refused on some ranks alone: {told}", *causes[1:2])))
     # Nothing was wrong so far: it may be any change that it names.
     changes = [line for line in reversed(course.lines) if line.kind != "step"]
     named = [line for line in changes if all(_names(course.life, line, part, text) for text in refused)]

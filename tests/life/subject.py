@@ -98,10 +98,12 @@ def _as(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def number(name: str, *values: object, at: str = "model", kind: str = "number on the model") -> Change:
-    """A number (or another plain value) that forward or the loss reads."""
+def number(
+    name: str, *values: object, at: str = "model", kind: str = "number on the model", alone: bool = True
+) -> Change:
+    """A number (or another plain value) that forward or the loss reads; ``alone``: always, so that one rank can be told from the others."""
     written = tuple(repr(value) if not isinstance(value, str) else value for value in values)
-    return Change(kind, (name.split(".")[-1].split("[")[0],), f"{at}.{name} = {{}}", written, alone=True)
+    return Change(kind, (name.split(".")[-1].split("[")[0],), f"{at}.{name} = {{}}", written, alone=alone)
 
 
 def rebound(name: str, *tensors: str, at: str = "model", kind: str = "buffer rebound") -> Change:

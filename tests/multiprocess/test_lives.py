@@ -26,7 +26,10 @@ UNSETTLED = {
     "average in whole_weights()",
     "class weights rebound",
     "criterion replaced",
+    "criterion's number changed",
     "criterion's reduction changed",
+    "head joined or left",
+    "layers left out",
     "number in a config",  # None in a dataclass
     "on one rank alone",
     "optimizer with modes",
@@ -110,6 +113,9 @@ def judged(life: Life, change: str) -> str:
         case "at other steps":
             stop(first, 1, refused="'temperature' was 1.0")
             stop(second, 2, refused="'temperature' was 1.0")
+        case "one crashed":
+            stop(first, 4, refused="WorkerError: a collective broke off")
+            stop(second, 4, crashed="RuntimeError: The size of tensor a must match")
         case "crashed":
             for record in (first, second):
                 stop(record, 4, crashed="KeyError: 'lr'")
@@ -134,6 +140,7 @@ def judged(life: Life, change: str) -> str:
         ("on one rank", "nameless 1"),
         ("at other steps", "nameless 1"),
         ("crashed", "traceback 4"),
+        ("one crashed", "traceback 4"),
         ("never came back", "hung"),
     ],
 )
