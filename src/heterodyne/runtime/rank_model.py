@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,8 @@ class RankModel:
         sharded: where plans shard parameters; None: each is whole on this rank, or not there at all.
         scale: of the loss, where any rank computes in fp16.
     """
+
+    _closing: ExitStack
 
     @undone_if_refused
     def __init__(
