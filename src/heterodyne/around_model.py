@@ -7,6 +7,7 @@ import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -57,31 +58,33 @@ def _restoring(value: Any, depth: int, seen: set[int]) -> Iterator[Callable[[], 
     if id(value) in seen or depth == 0 or isinstance(value, (Tensor, type, ModuleType, FunctionType)):
         return
     seen.add(id(value))
+    held: Any
     if isinstance(value, dict):
-        entries: list[Any] = list(value.values())
-        held = dict(value)
-        restore = lambda: (value.clear(), value.update(held))  # noqa: E731
+        held, entries = dict(value), list(value.values())
     elif isinstance(value, (list, set, deque)):
-        entries = list(value)
-        kept = list(entries)
-        restore = lambda: (value.clear(), (value.update if isinstance(value, set) else value.extend)(kept))  # noqa: E731
+        held = entries = list(value)
     elif hasattr(value, "__dict__") and _is_written_here(type(value)):
-        attributes = {name: entry for name, entry in vars(value).items() if _is_own(value, name)}
-        entries = list(attributes.values())
-        restore = lambda: _set_back(value, attributes)  # noqa: E731
+        held = {name: entry for name, entry in vars(value).items() if _is_own(value, name)}
+        entries = list(held.values())
     else:
         return
     if len(entries) > _MOST_ENTRIES:
         return
-    yield lambda: restore() and None
+    yield partial(_set_back, value, held)
     for entry in entries:
         yield from _restoring(entry, depth - 1, seen)
 
 
-def _set_back(holder: Any, attributes: dict[str, Any]) -> None:
-    for name in [name for name in vars(holder) if _is_own(holder, name) and name not in attributes]:
-        del vars(holder)[name]
-    vars(holder).update(attributes)
+def _set_back(holder: Any, held: Any) -> None:
+    if isinstance(holder, list):
+        holder[:] = held
+    elif isinstance(holder, (dict, set, deque)):
+        holder.clear()
+        (holder.extend if isinstance(holder, deque) else holder.update)(held)
+    else:
+        for name in [name for name in vars(holder) if _is_own(holder, name) and name not in held]:
+            del vars(holder)[name]
+        vars(holder).update(held)
 
 
 def _is_written_here(kind: type) -> bool:

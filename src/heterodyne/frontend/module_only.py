@@ -76,7 +76,7 @@ class BackwardWatch(TorchFunctionMode):
 
 def _is_checkpointed() -> bool:
     """Whether what runs now is run once more by `torch.utils.checkpoint` in the backward."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__
 
 

@@ -42,7 +42,7 @@ class SpentGradient(Tensor):
         if function in _CLEARING:
             return args[0]
         if function in _AS_THEY_ARE:
-            return super().__torch_function__(function, types, args, kwargs or {})
+            return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         raise HeterodyneError(
             f"the loop calls {getattr(function, '__name__', 'a function')} on a gradient after accelerator.backward(loss), which has made "
             "the update already, from gradients that lie on several ranks. Clip by Accelerator(clip_grad_norm=...), whose clip_grad_norm_ "

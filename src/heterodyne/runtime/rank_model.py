@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,8 @@ class RankModel:
         scale: of the loss, where any rank computes in fp16.
         moves: of the optimizer, outside of its step.
     """
+
+    _closing: ExitStack
 
     @undone_if_refused
     def __init__(

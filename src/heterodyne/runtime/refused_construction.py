@@ -26,7 +26,7 @@ def undone_if_refused(init: Callable[Concatenate[C, P], None]) -> Callable[Conca
     """
 
     @functools.wraps(init)
-    def guarded(self: C, *args: P.args, **kwargs: P.kwargs) -> None:
+    def guarded(self: C, /, *args: P.args, **kwargs: P.kwargs) -> None:
         with ExitStack() as made:
             self._closing = made
             init(self, *args, **kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -88,6 +88,8 @@ class Worker:
     Raises PlanError if model, program and cluster do not go together, or a host lacks memory for what is kept there; WorkerError if
     ranks have built different models. The model then has no hooks of this library; a plan that cannot cut it leaves it as it was.
     """
+
+    _closing: ExitStack
 
     @undone_if_refused
     def __init__(

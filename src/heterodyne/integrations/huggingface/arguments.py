@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from accelerate.utils import patch_environment
 from transformers import TrainingArguments
@@ -63,10 +63,11 @@ class HeterodyneArguments(TrainingArguments):
         Raises HeterodyneError if the batch size is impossible.
         """
         made = copy.copy(self)
-        made.accelerator_config = copy.deepcopy(self.accelerator_config)
-        ranks = 1 if made.accelerator_config.split_batches else self._ranks
+        config: Any = copy.deepcopy(self.accelerator_config)
+        made.accelerator_config = config
+        ranks = 1 if config.split_batches else self._ranks
         made.per_device_train_batch_size = self.global_batch_size or (
-            self.per_device_train_batch_size * ranks * self._accumulated(made.accelerator_config)
+            self.per_device_train_batch_size * ranks * self._accumulated(config)
         )
         if made.per_device_train_batch_size < 1:
             raise HeterodyneError(f"a global batch of {made.per_device_train_batch_size} samples: at least 1 is needed")

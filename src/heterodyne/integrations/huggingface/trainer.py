@@ -98,7 +98,7 @@ class HeterodyneTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         self.train_dataset = resumed(self.train_dataset)
-        return cast("DataLoader[Any]", super().get_train_dataloader())
+        return super().get_train_dataloader()
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         distributed = self._opened()
