@@ -206,7 +206,10 @@ def _trace(model: nn.Module, example: Example, name: str | None, numbers: Sequen
         batch_statistics=batch_statistics(traced),
         random=random_ops(traced),
         task_graphs=traced.annotations.task_graphs,
-        constants=tuple(_constant(name, value) for name, value in traced.constants.items()),
+        constants=(
+            *(_constant(name, value) for name, value in traced.constants.items()),
+            *(_constant(r.name, n.meta["val"]) for n, r in traced.roles.items() if r.kind == "number"),
+        ),
         output=ref_of(traced.loss),
         module_only=traced.module_only,
     )

@@ -66,8 +66,9 @@ class Step:
         learning_rate: of this step; None: the optimizer keeps its own.
         losses: of each micro-batch, filled by the forwards.
         grad_norm: filled by CLIP.
-        agreed: whether all ranks run the same model; asked before the update, which is left out if not.
-        skipped: filled by STEP: nothing was updated, since loss or norm is not finite, or ranks run different models.
+        agreed: whether all ranks run the same model.
+        skipped: filled by STEP: nothing was updated, since loss or norm is not finite.
+        unlike: filled when the loss is there: ranks run different models, so nothing was updated.
         stale: filled by STEP: the optimizer has moved weights outside of its step, so that the gradients are those of a mixture, and
             nothing was updated.
     """
@@ -85,6 +86,7 @@ class Step:
     grad_norm: Tensor | None = None
     agreed: Callable[[], bool] = lambda: True
     skipped: bool = False
+    unlike: bool = False
     stale: bool = False
 
 
@@ -175,8 +177,8 @@ class Executor:
                 self._wait_for_gradients()
                 sent.wait()
                 known.append(self._known(loss, step))
-                step.skipped = not step.stale and not (_finite(known[0], step.grad_norm) and step.agreed())
-            if action.kind not in _UPDATE or (update and not step.skipped and not step.stale):
+                step.skipped = not _finite(known[0], step.grad_norm)
+            if action.kind not in _UPDATE or (update and not (step.skipped or step.stale or step.unlike)):
                 self._do(action, step)
         if not known:  # no gradients here, so no STEP
             sent.wait()
@@ -195,9 +197,11 @@ class Executor:
         return known[0]
 
     def _known(self, loss: Tensor, step: Step) -> float:
-        """The loss of the global batch, as it has come; on the way, whether the weights were the same on all ranks."""
+        """The loss of the global batch, as it has come; on the way, whether model and weights were the same on all ranks."""
         found = known_loss(loss[:2])
-        step.stale = bool(loss[3].item()) and self._moves.settle()
+        step.unlike = not step.agreed()
+        step.stale = not step.unlike and bool(loss[3].item()) and self._moves.settle()
+        step.skipped = False
         return found
 
     def _tell(self, step: Step) -> Callable[[], None]:

@@ -196,10 +196,10 @@ class RankModel:
         """Return the buffers that a forward of this graph changes."""
         return {n: b for n, b in self.buffers.items() if graph.batch_statistics and not b.is_meta}
 
-    def held_by_all(self) -> dict[str, Tensor]:
-        """Return the parameters and buffers that every rank holds whole and updates as all others do."""
+    def whole_everywhere(self) -> dict[str, Tensor]:
+        """Return the parameters and buffers that every rank holds whole."""
         of, everyone = self.ownership, range(self._communicator.world_size)
-        cut = of.boxes.keys() | of.shards.keys()
+        cut = of.boxes.keys() | (of.shards.keys() if of.apart else set())
         stored = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
         return {n: t for n, t in stored.items() if n not in cut and all(of.holds(rank, n) for rank in everyone)}
 

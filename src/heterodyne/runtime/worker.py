@@ -201,8 +201,10 @@ class Worker:
             variant_of(first, assignment, stages, cut=cut),
             make=make,
             again=again,
-            held_by_all=held.held_by_all,
+            whole=held.whole_everywhere,
+            sharded=held.ownership.shards.keys(),
             sample=held.sample,
+            optimizer=held.optimizer,
             adopt=held.adopt,
             switched=held.gradients.forget_unused,
             watch=watch,
@@ -249,7 +251,7 @@ class Worker:
         with self._told_of_memory(number), told_with_place(self.module, f"step {number + 1}"):
             self._look_at_parts(work, now)
             loss = self._executor.run(work)
-            if not now.agreed():
+            if work.unlike:
                 raise self._variants.disagreement()
             if work.stale:
                 self._model.moves.spread()
@@ -345,8 +347,9 @@ class Worker:
         self._model.require_as_left()
         self._model.moves.bring_together()
         now = self._variants.step(step)
-        loss = self._executor.run(self._work(batch, step, now), update=False)
-        if not now.agreed():
+        work = self._work(batch, step, now)
+        loss = self._executor.run(work, update=False)
+        if work.unlike:
             raise self._variants.disagreement()
         if not self._role.active:
             return loss, {}
@@ -437,10 +440,12 @@ class Worker:
         return self._model.sample()
 
     def unheld(self, named: Callable[[str], str]) -> UnheldWeights:
-        """Guard what this rank does not hold whole until that is released; ``named``: what the user calls a parameter of `module`."""
-        places = places_of_unheld(self.ownership, self.placement, self.rank)
-        shapes = self.ownership.shapes
-        return UnheldWeights(self.module, places, shapes, named, rank=self.rank, device=self.device)
+        """Guard what not every rank holds whole until that is released; ``named``: what the user calls a parameter of `module`."""
+        of = self.ownership
+        places = places_of_unheld(of, self.placement)
+        apart = of.shards.keys() if of.apart else ()
+        held = [n for n in places if of.holds(self.rank, n) and not of.box(self.rank, n) and n not in apart]
+        return UnheldWeights(self.module, places, of.shapes, named, held=held, device=self.device)
 
     def needs(self, keys: Sequence[str]) -> bool:
         """Whether `load_state_dict` reads on this rank what these keys lead to in a `state_dict`."""

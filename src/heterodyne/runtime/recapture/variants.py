@@ -8,7 +8,7 @@ each sends a digest of what it has seen change, and a change on one rank alone e
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +26,7 @@ from heterodyne.plan.realign import realigned
 from heterodyne.runtime import same_batch
 from heterodyne.runtime.assignment import Assignment
 from heterodyne.runtime.batch_work import BatchWork
+from heterodyne.runtime.comm.work import Work
 from heterodyne.runtime.exact.later_batches import LaterBatches
 from heterodyne.runtime.executor import Watch
 from heterodyne.runtime.recapture.read_state import Change, ReadState, State, portable
@@ -103,7 +104,8 @@ class Step:
     Args:
         numbers: that it is given beside the batch.
         changed: something is another than before.
-        agreed: whether all ranks say so, to be asked before the update.
+        agreed: whether all ranks run the same model; to be asked before the update. Collective. Raises PlanError if ranks hold other values
+            of one weight.
     """
 
     variant: Variant
@@ -130,6 +132,28 @@ class _Rebound:
     change: Change
 
 
+class _Compared:
+    """Digests of what all ranks have seen change, on their way."""
+
+    def __init__(self, ranks: int, sums: Tensor, sent: Work | None) -> None:
+        self._ranks, self._sums, self._sent = ranks, sums, sent
+
+    def equal(self) -> bool:
+        """Whether all ranks have seen the same."""
+        total, squares, _ = self._received()
+        return self._ranks * squares == total**2  # the sums of equal digests, and of no others (Cauchy-Schwarz)
+
+    def look(self) -> bool:
+        """Whether any rank asks for weights to be compared; alone it has nobody to compare them with."""
+        return self._ranks > 1 and self._received()[2] > 0
+
+    def _received(self) -> list[int]:
+        if self._sent is not None:
+            self._sent.wait()
+            self._sent = None
+        return [int(value) for value in self._sums.tolist()]
+
+
 class Variants:
     """Of one rank. Every method is called by all ranks together.
 
@@ -138,8 +162,10 @@ class Variants:
         first: what runs in the state that it is in.
         make: what runs of a capture under a plan. Collective.
         again: captures the module as it is now; None: what changes is refused.
-        held_by_all: returns the parameters and buffers that every rank holds whole and updates alike, by name.
+        whole: returns the parameters and buffers that every rank holds whole, by name.
+        sharded: those that are updated in parts, so that one rank's optimizer may write to them and another's not.
         sample: a few values of what this rank holds, to compare with other ranks.
+        optimizer: of this rank.
         adopt: takes over the buffers that the script has put in the place of others, and returns what this rank holds of them.
         switched: is called when something else begins to run in training.
         watch: is informed of a capture, which takes long.
@@ -153,8 +179,10 @@ class Variants:
         *,
         make: Callable[[Capture, Assignment], Variant],
         again: Again | None,
-        held_by_all: Callable[[], Mapping[str, Tensor]],
+        whole: Callable[[], Mapping[str, Tensor]],
+        sharded: Collection[str],
         sample: Callable[[], Sample],
+        optimizer: torch.optim.Optimizer,
         adopt: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
         switched: Callable[[], None],
         watch: Watch | None,
@@ -163,9 +191,11 @@ class Variants:
         self._module = module
         self._make = make
         self._again = again
-        self._find_held_by_all = held_by_all
-        self._held_by_all = held_by_all()
+        self._find_whole = whole
+        self._whole = whole()
+        self._sharded = sharded
         self._sample = sample
+        self._optimizer = optimizer
         self._adopt = adopt
         self._switched = switched
         self._watch = watch
@@ -180,7 +210,8 @@ class Variants:
         self._rebound: dict[str, _Rebound] = {}
         self._numbers: dict[str, None] = {}  # attributes that have changed, in order
         self._in_a_row = 0  # steps for each of which the model was captured
-        self._written: list[Change] = []  # weights, before the latest step
+        self._written: list[str] = []  # weights, before the latest step
+        self._between: list[Change] = []  # of weights and of the optimizer's options, before the latest step
         self._pending: dict[str, None] = {}  # weights that the script had written to when the runtime did
         self.leave()
 
@@ -192,7 +223,8 @@ class Variants:
     def leave(self) -> None:
         """From here on, whatever writes to weights is the script."""
         self._pending.clear()
-        self._versions = [tensor._version for tensor in self._held_by_all.values()]
+        self._options = _options(self._optimizer)
+        self._versions = [tensor._version for tensor in self._whole.values()]
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -208,15 +240,20 @@ class Variants:
         """What the next step runs. Raises PlanError, on all ranks, for a change that cannot be followed."""
         seen = self._training
         before, changed = seen.read.state, self._look(seen)
-        written = self._look_at_writes()
-        agreed = self._compare([*seen.changes, *written])
-        if (changed or written) and agreed():
-            if changed:
-                self._switch(seen, before)
-            if written != self._written or is_looked_at(number):
-                require_alike(self._communicator.all_gather_object(self._sample()), number)
+        written = self._names_written()
+        look = bool(written) and (written != self._written or is_looked_at(number))
+        self._between = [*self._options_changed(), *(_written(name) for name in written if name not in self._sharded)]
+        compared = self._compare([*seen.changes, *self._between], look=look)
+        if changed and compared.equal():
+            self._switch(seen, before)
         self._written = written
         self._in_a_row = self._in_a_row if changed else 0
+
+        def agreed() -> bool:
+            if compared.equal() and compared.look():
+                require_alike(self._communicator.all_gather_object(self._sample()), number)
+            return compared.equal()
+
         numbers = seen.variant.capture.tensors(seen.read.state)
         return Step(variant=seen.variant, numbers=numbers, changed=changed, agreed=agreed)
 
@@ -226,18 +263,22 @@ class Variants:
         if seen.variant is not running:
             self._switched()
 
-    def _look_at_writes(self) -> list[Change]:
-        """Which weights, of those that all ranks hold, the script has written to since the last step."""
-        return [
-            Change(name=repr(n), before="as the last step left it", after="written to") for n in self._names_written()
-        ]
-
     def _names_written(self) -> list[str]:
-        now = [tensor._version for tensor in self._held_by_all.values()]
+        """Which weights, of those that are whole on all ranks, the script has written to since the last step."""
+        now = [tensor._version for tensor in self._whole.values()]
         if now == self._versions and not self._pending:
             return []
-        written = [n for n, left, new in zip(self._held_by_all, self._versions, now, strict=True) if left != new]
+        written = [n for n, left, new in zip(self._whole, self._versions, now, strict=True) if left != new]
         return sorted(self._pending.keys() | set(written))
+
+    def _options_changed(self) -> list[Change]:
+        """Options of the optimizer that are others than the last step has left them."""
+        now, left = _options(self._optimizer), self._options
+        return [
+            Change(name=f"the optimizer's {name!r}", before=repr(left.get(name)), after=repr(now.get(name)))
+            for name in (now.keys() | left.keys() if now != left else ())
+            if now.get(name) != left.get(name)
+        ]
 
     def evaluation(self) -> tuple[Variant, Mapping[str, Tensor]]:
         """What runs in evaluation, and the numbers that it is given; the module is in that mode. Raises PlanError as `step` does."""
@@ -248,7 +289,7 @@ class Variants:
             changed = True
         else:
             before, changed = seen.read.state, self._look(seen)
-        if not self._compare(seen.changes)():
+        if not self._compare(seen.changes).equal():
             raise self.disagreement(evaluating=True)
         if changed:
             self._follow(seen, before, modes=False)
@@ -257,7 +298,7 @@ class Variants:
     def disagreement(self, *, evaluating: bool = False) -> PlanError:
         """Return what to say of changes that not all ranks have made. Collective."""
         seen = self._evaluating if evaluating and self._evaluating is not None else self._training
-        told = {str(change) for change in (*seen.changes, *(() if evaluating else self._written))}
+        told = {str(change) for change in (*seen.changes, *(() if evaluating else self._between))}
         of_all: list[set[str]] = self._communicator.all_gather_object(told)
         alone = sorted(of_all[0].union(*of_all) - of_all[0].intersection(*of_all))
         ranks = [rank for rank, of in enumerate(of_all) if alone and alone[0] in of]
@@ -288,21 +329,12 @@ class Variants:
     def _all_changes(self, state: State) -> list[Change]:
         return [*self._start.changes(state), *(rebound.change for rebound in self._rebound.values())]
 
-    def _compare(self, changes: Sequence[Change]) -> Callable[[], bool]:
-        """Start to compare with all ranks what has changed; the answer is waited for when it is asked for."""
+    def _compare(self, changes: Sequence[Change], *, look: bool = False) -> _Compared:
+        """Start to compare with all ranks what has changed. ``look``: this rank asks for weights to be compared."""
         ranks = self._communicator.world_size
-        if ranks == 1:
-            return lambda: True
         digest = int.from_bytes(portable(changes), "big") >> (64 - _BITS) if changes else 0
-        sums = torch.tensor([float(digest), float(digest**2)], dtype=torch.float64)
-        sent = self._communicator.control.all_reduce(sums)
-
-        def agreed() -> bool:
-            sent.wait()
-            total, squares = map(int, sums.tolist())
-            return ranks * squares == total**2  # all are equal (Cauchy-Schwarz)
-
-        return agreed
+        sums = torch.tensor([float(digest), float(digest**2), float(look)], dtype=torch.float64)
+        return _Compared(ranks, sums, self._communicator.control.all_reduce(sums) if ranks > 1 else None)
 
     def _follow(self, seen: _Seen, before: State, *, modes: bool) -> None:
         """Let what runs be that of the state as it is now. Raises PlanError or CaptureError, on all ranks if on any."""
@@ -315,7 +347,7 @@ class Variants:
                 )
         held = self._adopt({name: seen.read.buffers[name] for name in self._rebound if name in seen.read.buffers})
         self._rebound |= {name: replace(self._rebound[name], held=buffer) for name, buffer in held.items()}
-        self._held_by_all = self._find_held_by_all()
+        self._whole = self._find_whole()
         for known, variant in self._known:
             if variant.capture.holds(known, state, modes=modes):
                 seen.variant = variant
@@ -366,6 +398,20 @@ class Variants:
                 "each device runs the whole model (plan='data')"
             ) from error
         return found[0]
+
+
+def _options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """Return the numbers among the options of each group."""
+    return {
+        f"{key} of group {number}": value
+        for number, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if isinstance(value, int | float | str | tuple)
+    }
+
+
+def _written(name: str) -> Change:
+    return Change(name=repr(name), before="as the last step left it", after="written to")
 
 
 def _rebound(name: str, buffer: Tensor) -> _Rebound:

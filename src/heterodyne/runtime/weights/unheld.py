@@ -1,8 +1,9 @@
-"""Weights that a rank does not hold whole: using their values between two calls of the trainer raises.
+"""Weights that not every rank holds whole: using their values between two calls of the trainer raises, on every rank.
 
-Such a tensor is on the meta device, is not a number (``zero: 3``), or is a slice, and torch computes with each of them without complaint.
-Between two calls its class is therefore one of our own, by which torch tells of every use (``__torch_function__``). What is asked of shape
-and type is answered for the whole tensor; everything else raises a PlanError. While the runtime works, the class is the tensor's own again.
+Where a rank does not hold it, such a tensor is on the meta device, is not a number (``zero: 3``), or is a slice, and torch computes with
+each of them without complaint. Between two calls its class is therefore one of our own, by which torch tells of every use
+(``__torch_function__``). What is asked of shape and type is answered for the whole tensor; everything else raises a PlanError. While the
+runtime works, the class is the tensor's own again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from typing import Any, NoReturn, SupportsIndex, cast
 
 import torch
@@ -44,22 +44,27 @@ _ATTRIBUTE = "_unheld"
 
 @dataclass(kw_only=True, eq=False)
 class _Unheld:
-    """``place``: which ranks hold what of it; ``whole``: a tensor of its whole shape on the meta device; ``device``: of this rank.
+    """A weight that not every rank holds whole.
 
-    ``cleared``: no step has been since its gradient was set to None, or at all.
+    Args:
+        place: which ranks hold what of it.
+        whole: a tensor of its whole shape on the meta device.
+        device: of this rank.
+        held: this rank holds all of it, so that the optimizer of this rank may use it.
+        cleared: no step has been since its gradient was set to None, or at all.
     """
 
     name: str
     place: str
-    rank: int
     whole: Tensor
     device: torch.device
+    held: bool
     cleared: bool = True
 
     def refuse(self, use: str) -> NoReturn:
         """Raise PlanError for this use of the tensor's values."""
         raise PlanError(
-            f"{use} needs the values of {self.name!r}, which rank {self.rank} does not hold whole under this plan: {self.place}. "
+            f"{use} needs the values of {self.name!r}, which not every rank holds whole under this plan: {self.place}. "
             "To read or change weights between two steps use 'with trainer.whole_weights() as model:', on every rank; for a moving "
             "average of them trainer.average(decay); to save them trainer.save_pretrained(path) or trainer.state_dict(), and "
             "trainer.load_state_dict() to set them; for outputs trainer.predict(batch), for a loss trainer.evaluate(batch)"
@@ -94,7 +99,7 @@ class _Guarded:
             return None
         if (use == "to" and _is_there(unheld, args, given)) or (use == ".data =" and args[1] is tensor):
             return tensor
-        if use in _OF_ITSELF:
+        if use in _OF_ITSELF or _is_for_optimizer(args, given):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **given)
         return unheld.refuse(use)
@@ -134,6 +139,17 @@ def _is_without_gradient(unheld: _Unheld, use: str, args: tuple[Any, ...]) -> bo
         return use == ".grad" or args[1] is None
     if unheld.cleared or (frame is not None and frame.f_code is nn.Module._apply.__code__):
         return True
+    return not unheld.held and _is_in_optimizer()
+
+
+def _is_for_optimizer(args: tuple[Any, ...], given: dict[str, Any]) -> bool:
+    """Return whether a method of an optimizer uses these, all of which this rank holds."""
+    leaves = [leaf for leaf in pytree.tree_leaves((args, given)) if isinstance(leaf, _Guarded)]
+    return all(_unheld_of(leaf).held for leaf in leaves) and _is_in_optimizer()
+
+
+def _is_in_optimizer() -> bool:
+    frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
         if isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
             return True
@@ -156,10 +172,11 @@ class UnheldWeights:
 
     Args:
         module: the model as it is on this rank.
-        places: by name, of those that it does not hold whole, who holds them, in words.
+        places: by name, of those that not every rank holds whole, who holds them, in words.
+        held: of these the names of those that this rank holds.
         shapes: their whole shapes.
         named: the user's name of each.
-        rank, device: of this process.
+        device: of this process.
     """
 
     def __init__(
@@ -169,7 +186,7 @@ class UnheldWeights:
         shapes: Mapping[str, tuple[int, ...]],
         named: Callable[[str], str],
         *,
-        rank: int,
+        held: Collection[str],
         device: torch.device,
     ) -> None:
         kinds: dict[type[Tensor], type[Tensor]] = {}
@@ -180,7 +197,7 @@ class UnheldWeights:
             if name not in places:
                 continue
             whole = torch.empty(shapes[name], dtype=tensor.dtype, device="meta")
-            unheld = _Unheld(name=named(name), place=places[name], rank=rank, whole=whole, device=device)
+            unheld = _Unheld(name=named(name), place=places[name], whole=whole, device=device, held=name in held)
             setattr(tensor, _ATTRIBUTE, unheld)
             own = type(tensor)
             if own not in kinds:
@@ -243,10 +260,14 @@ class UnheldWeights:
                     tensor.__class__ = guarded
 
 
-def places_of_unheld(ownership: Ownership, placement: Placement, rank: int) -> dict[str, str]:
-    """Return, in words, who holds each parameter and buffer that a rank does not hold whole."""
+def places_of_unheld(ownership: Ownership, placement: Placement) -> dict[str, str]:
+    """Return, in words, who holds each parameter and buffer that not every rank holds whole.
+
+    The same on every rank, also on those that hold one: a script that uses it is refused in the same line everywhere.
+    """
     if ownership.whole:
         return {}
+    everyone = range(len(placement.places))
     found: dict[str, str] = {}
     for name, owners in ownership.owners.items():
         holders = _ranks(owners, placement)
@@ -254,11 +275,11 @@ def places_of_unheld(ownership: Ownership, placement: Placement, rank: int) -> d
             keepers = sorted(
                 {of for ranges in ownership.shards[name].values() for of, (low, high) in ranges.items() if low < high}
             )
-            if keepers and not (keepers == [rank] and prod(ownership.shapes[name]) == 1):
+            if keepers:
                 found[name] = f"each of {_ranks(keepers, placement)} keeps a range of it ('zero': 3)"
-        elif ownership.box(rank, name):
+        elif name in ownership.boxes:
             found[name] = f"each of {holders} holds a part of it"
-        elif not ownership.holds(rank, name):
+        elif not all(ownership.holds(rank, name) for rank in everyone):
             found[name] = f"{holders} {'holds' if len(owners) == 1 else 'hold'} it"
     return found
 
