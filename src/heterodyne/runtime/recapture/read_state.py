@@ -56,6 +56,10 @@ class State:
     values: Mapping[str, object]
     modes: Mapping[str, bool]
 
+    def also(self, values: Mapping[str, object]) -> State:
+        """Return the same with other values that were read, too."""
+        return State({**self.values, **values}, self.modes) if values else self
+
     def changes(self, later: State, *, modes: bool = True) -> list[Change]:
         """Return what is another in ``later``; without ``modes`` those of torch's own modules may be others."""
         before, after = dict(self.values), dict(later.values)
@@ -83,7 +87,7 @@ class ReadState:
     """Of a model with its loss. Names are those in the code that the forward may reach, see `CodeRead`.
 
     What forward itself assigns does not belong to it if it is a tensor, a function, or private: such a name keeps what a forward has
-    made. Values of parameters and buffers do not: they are read as they are. Their shapes, dtypes and ``requires_grad`` do.
+    made. Values of parameters and buffers do not: they are read as they are. Whether they require gradients does.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -198,8 +202,7 @@ class _Walk:
             self._slot(table, key, tensor)
             if tensor is not None:
                 self._stored.append(tensor)
-                described = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
-                self.values[f"shape, dtype and requires_grad of {_joined(path, key)!r}"] = described
+                self.values[f"requires_grad of {_joined(path, key)!r}"] = tensor.requires_grad
 
     def _hooks(self, name: str, table: Mapping[Any, Any]) -> None:
         self._sized.append(table)

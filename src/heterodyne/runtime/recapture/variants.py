@@ -125,11 +125,24 @@ class _Seen:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Rebound:
-    """A buffer that the script has put in the place of another: what this rank holds of it, and all of it on the meta device."""
+    """A buffer that the script has put in the place of another.
 
+    Args:
+        held: what this rank holds of it.
+        before: what it held there before.
+        whole: all of it, on the meta device.
+    """
+
+    name: str
     held: Tensor
+    before: Tensor
     whole: Tensor
     change: Change
+
+    def undo(self, module: nn.Module) -> None:
+        """Put the buffer from before in its place again."""
+        path, _, name = self.name.rpartition(".")
+        module.get_submodule(path)._buffers[name] = self.before
 
 
 class _Compared:
@@ -246,6 +259,9 @@ class Variants:
         compared = self._compare([*seen.changes, *self._between], look=look)
         if changed and compared.equal():
             self._switch(seen, before)
+        elif changed:  # what runs until the step is refused is what ran before
+            for rebound in self._rebound.values():
+                rebound.undo(self._module)
         self._written = written
         self._in_a_row = self._in_a_row if changed else 0
 
@@ -313,18 +329,28 @@ class Variants:
         if seen.read.is_same():
             return False
         before, buffers, parameters = seen.read.state, seen.read.buffers, seen.read.parameters
-        state = seen.read.take()
+        seen.read.take()
         rebound = {name: buffer for name, buffer in seen.read.buffers.items() if buffers.get(name) is not buffer}
+        for name, buffer in rebound.items():
+            if name not in self._rebound or self._rebound[name].held is not buffer:
+                self._rebound[name] = _rebound(name, buffer, buffers.get(name, buffer))
+        state = seen.read.state = seen.read.state.also(self._shapes_changed())
         same = parameters.keys() == seen.read.parameters.keys() and all(
             map(is_, parameters.values(), seen.read.parameters.values())
         )
         if not rebound and same and not before.changes(state):
             return False  # other objects of the same values
-        for name, buffer in rebound.items():
-            if name not in self._rebound or self._rebound[name].held is not buffer:
-                self._rebound[name] = _rebound(name, buffer)
         seen.changes = self._all_changes(state)
         return True
+
+    def _shapes_changed(self) -> dict[str, object]:
+        """Shape and dtype of the buffers for which the script has put another tensor in the place of one of other shape or dtype."""
+        first = {b.name: (b.shape, b.dtype) for b in self.first.capture.graph.buffers} if self._rebound else {}
+        now = {
+            name: (tuple(rebound.whole.shape), str(rebound.whole.dtype).removeprefix("torch."))
+            for name, rebound in self._rebound.items()
+        }
+        return {f"shape and dtype of {name!r}": of for name, of in now.items() if of != first.get(name)}
 
     def _all_changes(self, state: State) -> list[Change]:
         return [*self._start.changes(state), *(rebound.change for rebound in self._rebound.values())]
@@ -359,6 +385,7 @@ class Variants:
                 self._numbers |= dict.fromkeys(before.numbers_changed(state))
                 seen.variant = self._captured(state, before.changes(state, modes=modes))
         seen.read.take()  # adopted buffers are others
+        seen.read.state = state
 
     def _captured(self, state: State, changes: Sequence[Change]) -> Variant:
         words = "; ".join(map(str, changes[:_MOST_NAMES])) + (" ..." if len(changes) > _MOST_NAMES else "")
@@ -414,9 +441,9 @@ def _written(name: str) -> Change:
     return Change(name=repr(name), before="as the last step left it", after="written to")
 
 
-def _rebound(name: str, buffer: Tensor) -> _Rebound:
+def _rebound(name: str, buffer: Tensor, before: Tensor) -> _Rebound:
     values = "without values" if buffer.is_meta else same_batch.digest({"": buffer})
     change = Change(
         name=f"the buffer {name!r}", before="another tensor", after=f"one of {list(buffer.shape)} ({values})"
     )
-    return _Rebound(held=buffer, whole=torch.empty_like(buffer, device="meta"), change=change)
+    return _Rebound(name=name, held=buffer, before=before, whole=torch.empty_like(buffer, device="meta"), change=change)
