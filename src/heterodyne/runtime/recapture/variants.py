@@ -103,7 +103,7 @@ class Step:
 
     Args:
         numbers: that it is given beside the batch.
-        changed: something is another than before.
+        changed: something is another than before, on all ranks.
         agreed: whether all ranks run the same model; to be asked before the update. Collective. Raises PlanError if ranks hold other values
             of one weight.
     """
@@ -271,7 +271,8 @@ class Variants:
             return compared.equal()
 
         numbers = seen.variant.capture.tensors(seen.read.state)
-        return Step(variant=seen.variant, numbers=numbers, changed=changed, agreed=agreed)
+        followed = changed and compared.equal()
+        return Step(variant=seen.variant, numbers=numbers, changed=followed, agreed=agreed)
 
     def _switch(self, seen: _Seen, before: State) -> None:
         running = seen.variant
