@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import heterodyne as hd
 from life import dense, sequences
 from life.optimizers import OPTIMIZERS
 from life.script import SAMPLES, SCRIPT, Line, number_of
-from life.subject import RUN_WHOLE, Change, Subject
+from life.subject import RUN_WHOLE, WHOLE, Change, Subject
 
 __all__ = ["ALONE", "KINDS", "OF_OPTIMIZER", "RESUMED", "SUBJECTS", "Life", "changes_of", "draw"]
 
@@ -80,6 +80,11 @@ FORBIDS = {"state loaded back": {"part replaced"}, "part replaced": {"state kept
 """What has no place after another change: the state of an optimizer names weights by their place, so that of a weight that is gone would
 go to the one in its place.
 """
+OF_WEIGHTS = frozenset({
+    "all parameters in place", "average by hand", "buffer in place", "parameter in place", "parameter rebound by .data", "teacher moved",
+})  # fmt: skip
+"""What uses weights, which is refused in that line where not every rank holds them. Most scripts have heard so, and ask for all weights."""
+HEARD = 0.75
 FEWEST, MOST = 6, 20
 WHOLE_WEIGHTS = hasattr(hd.Distributed, "whole_weights")
 """Whether trainers have this method, which shows all weights under plans that cut the model."""
@@ -148,11 +153,13 @@ def draw(
     shaped = {}
     if SHAPES in kinds and subject.shapes and random.random() < 0.5:
         shaped = {step: random.choice(subject.shapes) for step in range(2, steps) if random.random() < 0.3}
+    if plan not in WHOLE:
+        drawn = [_with_whole_weights(line) if random.random() < HEARD else line for line in drawn]
     lines = tuple(_lines(drawn, steps, shaped))
     if RESUMED not in kinds or random.random() < (0.85 if len(kinds) > 1 else 0.0):
         return Life(subject.name, optimizer, ((plan, lines),))
     middle = random.randint(2, steps - 2)
-    other = random.choice(_plans(subject, plans))
+    other = random.choice([name for name in _plans(subject, plans) if plan not in WHOLE or name in WHOLE] or [plan])
     first = tuple(line for line in lines if line.step < middle and line.kind != "part replaced")  # see FORBIDS
     # The script of the second part begins anew: what only the first one had made is not in its sight.
     rest = tuple(line for line in lines if line.step >= middle and line.kind not in NEEDS)
@@ -192,6 +199,13 @@ def _written(random: Random, change: Change, *, other: bool = False) -> str:
     if not change.values:
         return change.line
     return change.line.format(random.choice(change.values[1:] if other else change.values))
+
+
+def _with_whole_weights(line: Line) -> Line:
+    if line.kind not in OF_WEIGHTS or "whole_weights" in line.line:
+        return line
+    indented = "\n".join(f"    {each}" for each in line.line.splitlines())
+    return replace(line, line=f"with whole_weights():\n{indented}")
 
 
 def _with_one_alone(random: Random, subject: Subject, optimizer: str, plan: str, steps: int) -> Iterator[Line]:

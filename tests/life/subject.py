@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CUT", "EVERY", "RUN_WHOLE", "Batch", "Change", "Subject", "number", "part", "rebound", "weight"]
+__all__ = ["CUT", "EVERY", "RUN_WHOLE", "WHOLE", "Batch", "Change", "Subject", "number", "part", "rebound", "weight"]
 
 Batch = dict[str, Tensor] | tuple[Tensor, ...]
 
+WHOLE = ("data", "data 3", "zero 1")
+"""Under which each rank holds all weights between steps."""
 RUN_WHOLE = ("data", "data 3", "zero 1", "zero 3")
 CUT = ("1F1B", "interleaved", "split", "hybrid", "mixed")
 EVERY = (*RUN_WHOLE, *CUT, "auto")
