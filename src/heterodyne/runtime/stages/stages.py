@@ -104,8 +104,10 @@ class Stages:
         self._add(stage, index, self._transfers.receive_backward(stage, index))
 
     def send_backward(self, stage: int, index: int) -> None:
-        """Send the gradients of what the stage has received from elsewhere."""
+        """Send the gradients of what the stage has received from elsewhere, if there are any: there are none while what comes before is frozen."""
         assert self._transfers is not None
+        if not self._transfers.sends_back(stage):
+            return
         leaves = self._alive[stage, index].leaves
         self._transfers.send_backward(stage, index, {name: _gradient(leaf) for name, leaf in leaves.items()})
         self._let_go(stage, index)

@@ -90,7 +90,7 @@ class GradientBuckets:
 
     def forget_unused(self) -> None:
         """Find out anew in the next step which parameters get no gradient: other code runs from now on. On all ranks together."""
-        self._unused = None
+        self._unused, self._filled = None, None
 
     def begin(self) -> None:
         """Start a step: every gradient is None, nothing is launched."""
