@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from heterodyne.annotate import capturing
 from heterodyne.errors import CaptureError, NoGraphError
 from heterodyne.frontend.annotations import Annotations, read_annotations
+from heterodyne.frontend.arguments import operator_name
 from heterodyne.frontend.attention_masks import as_in_a_run
 from heterodyne.frontend.changes import (
     changed_numbers,
@@ -281,9 +282,12 @@ def _flatten(program: ExportedProgram, model: nn.Module, example: Example) -> Tr
     refuse_transforms(graph)
     refuse_unknown_sizes(graph)
     refuse_choices_by_size(graph, example.batch)
-    for node in [node for node, role in roles.items() if role.kind == "number" and not node.users]:
-        graph.erase_node(node)
-        del roles[node]
+    for node in [node for node, role in roles.items() if role.kind == "number"]:
+        if any(operator_name(user) == "_local_scalar_dense" for user in node.users):
+            raise CaptureError("an op takes a number that changes during the run as one of its options")
+        if not node.users:
+            graph.erase_node(node)
+            del roles[node]
     refuse_changes(graph, {node: role.name for node, role in roles.items() if role.kind != "input"}, model)
     ops = tuple(node for node in graph.nodes if is_op(node))
     return Traced(

@@ -14,7 +14,7 @@ from itertools import pairwise
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.graph.op import Op
-from heterodyne.plan.buckets import holdings_of
+from heterodyne.plan.buckets import holdings_of, stages_reading
 from heterodyne.plan.plan import Pipeline, Plan, Stage
 
 __all__ = ["realigned"]
@@ -23,8 +23,8 @@ __all__ = ["realigned"]
 def realigned(plan: Plan, old: ModelGraph, new: ModelGraph) -> Plan:
     """Return ``plan``, which is bound to the graph ``old``, bound to ``new``.
 
-    Raises PlanError if a stage would read a parameter or buffer that its devices do not hold, or a block that is recomputed or
-    offloaded has no counterpart.
+    Raises PlanError if a stage would read a parameter or buffer that its devices do not hold or gather, or a block that is recomputed
+    or offloaded has no counterpart.
     """
     if old.fingerprint == new.fingerprint:
         return plan
@@ -34,6 +34,8 @@ def realigned(plan: Plan, old: ModelGraph, new: ModelGraph) -> Plan:
     )
     moved = plan.model_copy(update={"model": new.fingerprint, "pipelines": pipelines})
     _require_held(plan, old, moved, new)
+    if plan.zero > 2:
+        _require_gathered(plan, old, moved, new)
     return moved
 
 
@@ -94,6 +96,16 @@ class _Alignment:
 
 def _key(op: Op) -> tuple[object, ...]:
     return op.target, op.module, op.parameters
+
+
+def _require_gathered(plan: Plan, old: ModelGraph, moved: Plan, new: ModelGraph) -> None:
+    """Raises PlanError for a parameter that a stage would read and does not gather."""
+    for before, after in zip(plan.pipelines, moved.pipelines, strict=True):
+        for gathered, read in zip(stages_reading(before, old), stages_reading(after, new), strict=True):
+            for name in sorted(read - gathered - {buffer.name for buffer in new.buffers}):
+                raise PlanError(
+                    f"{name!r} would be read by a stage that does not gather it under this plan ('zero': 3)"
+                )
 
 
 def _require_held(plan: Plan, old: ModelGraph, moved: Plan, new: ModelGraph) -> None:

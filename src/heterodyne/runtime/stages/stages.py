@@ -104,7 +104,7 @@ class Stages:
         self._add(stage, index, self._transfers.receive_backward(stage, index))
 
     def send_backward(self, stage: int, index: int) -> None:
-        """Send the gradients of what the stage has received from elsewhere, if there are any: there are none while what comes before is frozen."""
+        """Send the gradients of what the stage has received from elsewhere. There are none while all that comes before it is frozen."""
         assert self._transfers is not None
         if not self._transfers.sends_back(stage):
             return
