@@ -145,3 +145,15 @@ def test_a_buffer_in_the_place_of_another_is_seen_and_is_the_same_state() -> Non
     model.temperature = torch.tensor(0.5)
     assert not read.is_same()
     assert not before.changes(read.take())
+
+
+def test_what_a_forward_changes_is_its_own() -> None:
+    model = Annealed()
+    read = ReadState(model)
+    model.beta = 0.5  # as a forward would
+    read.leave()
+    before = read.state
+    model.beta = 0.7
+    assert not before.changes(read.take())
+    model.ramp = 3.0
+    assert before.changes(read.take())

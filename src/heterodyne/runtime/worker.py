@@ -494,7 +494,7 @@ class Worker:
             (self._loaded if place in self._loaded else self._averages)[place].load(saved)
         self.steps_done = int(state["step"])
         self._model.leave(look=is_looked_at(self.steps_done))
-        self._variants.leave()
+        self._variants.loaded()
         if self._model.scale is not None and "loss_scale" in state:
             self._model.scale.load_state_dict(state["loss_scale"])
 

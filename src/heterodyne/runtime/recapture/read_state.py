@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -86,23 +86,33 @@ class State:
 class ReadState:
     """Of a model with its loss. Names are those in the code that the forward may reach, see `CodeRead`.
 
-    What forward itself assigns does not belong to it if it is a tensor, a function, or private: such a name keeps what a forward has
-    made. Values of parameters and buffers do not: they are read as they are. Whether they require gradients does.
+    What forward itself assigns does not belong to it if it is a tensor, a function, or private, or was seen to change in a forward
+    (`leave`): such a name keeps what a forward has made. Values of parameters and buffers do not: they are read as they are. Whether they
+    require gradients does.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._structure: list[object] = []
+        self._of_forward: set[str] = set()
         self.take()
+
+    def leave(self) -> None:
+        """A forward has run since the last look, and nothing else: what is another now is its own affair from here on."""
+        if not self.is_same():
+            before = self.state
+            self._of_forward |= {change.name for change in before.changes(self.take())}
+            self.take()
 
     def take(self) -> State:
         """Return what there is now, from which `is_same` then tells changes."""
         structure = self._structure_now()
         if len(structure) != len(self._structure) or not all(map(is_, structure, self._structure)):
             self._structure, self._code = structure, CodeRead.of(self._module)
-        self._walk = _Walk(self._code)
+        self._walk = _Walk(self._code, self._of_forward)
         self._walk.all_of(self._module)
-        self.state = State(self._walk.values, self._walk.modes)
+        values = {name: value for name, value in self._walk.values.items() if name not in self._of_forward}
+        self.state = State(values, self._walk.modes)
         self.buffers = dict(self._module.named_buffers())
         self.parameters = dict(self._module.named_parameters())
         return self.state
@@ -125,10 +135,11 @@ class ReadState:
 class _Walk:
     """Goes through all that is read, and notes for each value where it stands."""
 
-    def __init__(self, code: CodeRead) -> None:
+    def __init__(self, code: CodeRead, of_forward: Collection[str]) -> None:
         self.values: dict[str, object] = {}
         self.modes: dict[str, bool] = {}
         self._code = code
+        self._of_forward = of_forward
         self._slots: list[tuple[Any, Any]] = []
         self._held: list[object] = []
         self._sized: list[Any] = []
@@ -219,6 +230,8 @@ class _Walk:
 
     def _attribute(self, name: str, holder: Any, key: Any, value: object, deep: int = _DEEP) -> None:
         if str(key) in self._code.assigned and (str(key).startswith("_") or not isinstance(value, _PLAIN)):
+            return
+        if _quoted(name) in self._of_forward:
             return
         self._slot(holder, key, value)
         self._value(name, value, deep)

@@ -226,7 +226,7 @@ class Variants:
         self._written: list[str] = []  # weights, before the latest step
         self._between: list[Change] = []  # of weights and of the optimizer's options, before the latest step
         self._pending: dict[str, None] = {}  # weights that the script had written to when the runtime did
-        self.leave()
+        self.loaded()
 
     @property
     def running(self) -> Variant:
@@ -234,9 +234,17 @@ class Variants:
         return self._training.variant
 
     def leave(self) -> None:
-        """From here on, whatever writes to weights is the script."""
+        """A step has ended: what changed in it is not the script's doing, and from here on whatever changes anything is."""
+        self.loaded()
+        self._training.read.leave()
+
+    def loaded(self) -> None:
+        """Weights and options of the optimizer were loaded."""
         self._pending.clear()
         self._options = _options(self._optimizer)
+        self._leave_weights()
+
+    def _leave_weights(self) -> None:
         self._versions = [tensor._version for tensor in self._whole.values()]
 
     @contextmanager
@@ -246,7 +254,7 @@ class Variants:
         try:
             yield
         finally:
-            self.leave()
+            self._leave_weights()
             self._pending = pending
 
     def step(self, number: int) -> Step:
