@@ -37,6 +37,7 @@ FULL, QUICK = 400, 40
 def main() -> int:
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
     from life.draw import KINDS, draw
+    from life.watching import watching
     from multiprocess.pool import Pool
 
     options = arguments(__doc__, seed=0, drawn=("lives", FULL), names=("--events", KINDS))
@@ -64,6 +65,10 @@ def main() -> int:
 
     with ThreadPoolExecutor(len(made)) as executor:
         list(executor.map(run, sorted(groups.values(), key=len, reverse=True)))
+    if options.only is None:
+        step_s, look_s = made[0].run(2, watching)[0]
+        results.row("watching", step_s=step_s, look_s=look_s, modules=65)
+        results.bar("looking for changes, of a step of a small transformer", look_s / step_s, "<= 0.01")
     for pool in made:
         pool.close()
     results.rows.sort(key=lambda row: int(row["what"].split()[1]))
