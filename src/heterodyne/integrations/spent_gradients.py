@@ -52,14 +52,16 @@ class SpentGradient(Tensor):
 
 def mark_spent(parameters: Iterable[Tensor]) -> None:
     """Put one in place of the gradient of each parameter that is trained."""
-    for parameter in parameters:
-        if parameter.requires_grad:
-            value = torch.empty((), dtype=gradient_dtype(parameter), device=parameter.device).expand(parameter.shape)
-            parameter.grad = value.as_subclass(SpentGradient)
+    with torch._C.DisableTorchFunctionSubclass():  # also where not every rank holds it, and uses of it are refused
+        for parameter in parameters:
+            if parameter.requires_grad:
+                value = torch.empty((), dtype=gradient_dtype(parameter), device=parameter.device)
+                parameter.grad = value.expand(parameter.shape).as_subclass(SpentGradient)
 
 
 def take_away_spent(parameters: Iterable[Tensor]) -> None:
     """Leave no gradient where one was marked."""
-    for parameter in parameters:
-        if isinstance(parameter.grad, SpentGradient):
-            parameter.grad = None
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter in parameters:
+            if isinstance(parameter.grad, SpentGradient):
+                parameter.grad = None

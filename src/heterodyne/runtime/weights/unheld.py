@@ -96,7 +96,8 @@ class _Guarded:
             args, given = pytree.tree_map_only(_Guarded, lambda leaf: _unheld_of(leaf).whole, (args, given))
             return function(*args, **given)
         if use in (".grad", ".grad =") and _is_without_gradient(unheld, use, args):
-            return None
+            with torch._C.DisableTorchFunctionSubclass():
+                return _stand_in(cast(Tensor, tensor), use)
         if (use == "to" and _is_there(unheld, args, given)) or (use == ".data =" and args[1] is tensor):
             return tensor
         if use in _OF_ITSELF or _is_for_optimizer(args, given):
@@ -140,6 +141,16 @@ def _is_without_gradient(unheld: _Unheld, use: str, args: tuple[Any, ...]) -> bo
     if unheld.cleared or (frame is not None and frame.f_code is nn.Module._apply.__code__):
         return True
     return not unheld.held and _is_in_optimizer()
+
+
+def _stand_in(tensor: Tensor, use: str) -> Tensor | None:
+    """Return what an adapter has put in the place of a gradient, to refuse its uses in its own words; None if there is none, or no more."""
+    found = tensor.grad
+    if type(found) is Tensor or found is None:
+        return None
+    if use == ".grad =":
+        tensor.grad = found = None
+    return found
 
 
 def _is_for_optimizer(args: tuple[Any, ...], given: dict[str, Any]) -> bool:
