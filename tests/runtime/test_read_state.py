@@ -95,7 +95,7 @@ CHANGES: list[tuple[Callable[[Annealed], object], str]] = [
     (lambda _: globals().update(MARGIN=MARGIN + 1), r"'MARGIN' \(read by _above\) was"),
     (lambda _: setattr(ARGUMENTS, "smoothing", ARGUMENTS.smoothing + 1), r"'ARGUMENTS.smoothing' \(read by _above\)"),
     (lambda _: setattr(Annealed, "ramp", Annealed.ramp + 1), "'ramp' was"),
-    (lambda model: setattr(model.task, "gain", 3.0), "'Task.gain' was 1.0 and is 3.0"),
+    (lambda model: setattr(model.task, "gain", 3.0), "'compute.__self__.gain' was 1.0 and is 3.0"),
     (lambda _: DEFAULT.__setitem__(0, DEFAULT[0] + 1), r"'scale\[0\]' \(read by Task.compute\) was"),
     (lambda model: model.table_of_class.update(a=model.table_of_class["a"] + 1), r"'table_of_class\['a'\]' was"),
     (lambda model: model.linear.weight.requires_grad_(False), "requires_grad of 'linear.weight' was True and is False"),

@@ -7,6 +7,7 @@ before each step whether one is another now: by identity, and tensors by their v
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ _MANY = 256  # longer lists are data
 _SMALL = 64  # elements of tensors whose values are compared too
 _DEEP = 5  # of objects and containers in each other
 _OF_TORCH: Final = frozenset(vars(nn.Module()))
+_BYTES = (array, bytearray)
+_MOST_BYTES = 4096
 _HOOKS: Final = tuple(key for key in _OF_TORCH if key.endswith("_hooks") and "state_dict" not in key)
 
 
@@ -124,8 +127,13 @@ class ReadState:
     def _structure_now(self) -> list[object]:
         """The modules, and the functions that hang on them: with these the code that is read may be another."""
         found: list[object] = []
+        for function in self._code.functions if self._structure else ():
+            found += [function, function.__code__]
+        for kind in dict.fromkeys(map(type, self._module.modules())):
+            for base in filter(is_users, kind.__mro__):
+                found += [value for value in vars(base).values() if isinstance(value, FunctionType | property)]
         for part in self._module.modules():
-            found.append(part)
+            found += [part, type(part)]
             found += [value for value in vars(part).values() if isinstance(value, (*_CALLED, partial))]
             for key in _HOOKS:
                 found += vars(part)[key].values() if vars(part).get(key) else ()
@@ -147,6 +155,7 @@ class _Walk:
         self._stored: list[Tensor] = []
         self._compared: list[_Same] = []
         self._seen: set[int] = set()
+        self._readers: dict[str, list[FunctionType]] = {}  # functions of one name
 
     def is_same(self) -> bool:
         try:
@@ -155,6 +164,7 @@ class _Walk:
             return False
         return (
             all(map(is_, now, self._held))
+            and list(map(type, self._parts)) == self._kinds
             and list(map(len, self._sized)) == self._sizes
             and [tensor._version for tensor in self._tensors] == self._versions
             and [tensor.requires_grad for tensor in self._stored] == self._trained
@@ -166,6 +176,12 @@ class _Walk:
             self._module(path, part)
         for function in self._code.functions:
             self._around(function)
+            for key in ("__code__", "__defaults__"):
+                self._slot(_Attributes(function), key, getattr(function, key))
+            number = len(self._readers[function.__qualname__])
+            self.values[f"the code of {_quoted(function.__qualname__)}, {number}"] = _Callable(function.__code__)
+        self._parts = list(module.modules())
+        self._kinds = list(map(type, self._parts))
         for key, table in vars(module_hooks).items():
             if key.startswith("_global_") and isinstance(table, dict):
                 self._hooks(f"torch.nn.modules.module.{key}", table)
@@ -201,6 +217,17 @@ class _Walk:
             for key, value in vars(base).items():
                 if key in self._code.names and key not in own and not key.startswith("__") and _is_value(value):
                     self._attribute(_joined(path, key), vars(base), key, value)
+            self._methods(base)
+
+    def _methods(self, base: type) -> None:
+        """What a class of the user has as methods and properties, once for each class."""
+        if id(base) in self._seen or not is_users(base):
+            return
+        self._seen.add(id(base))
+        for key, value in vars(base).items():
+            if isinstance(value, FunctionType | property):
+                self._slot(vars(base), key, value)
+                self.values[_quoted(f"{base.__qualname__}.{key}")] = _Callable(value)
 
     def _mode(self, name: str, own: dict[str, Any], kind: type) -> None:
         if kind in self._code.with_modes or self._code.computed:
@@ -247,18 +274,22 @@ class _Walk:
         elif isinstance(value, _CALLED):
             self.values[_quoted(name)] = _Callable(value)
             if isinstance(value, MethodType) and deep:
-                self._value(type(value.__self__).__name__, value.__self__, deep - 1)
+                self._value(f"{name}.__self__", value.__self__, deep - 1)
         elif deep and id(value) not in self._seen:
             self._inside(name, value, deep - 1)
 
     def _inside(self, name: str, value: object, deep: int) -> None:
-        self._seen.add(id(value))
         if isinstance(value, nn.Module):
             for path, part in value.named_modules(prefix=name):
                 self._module(path, part)
-        elif isinstance(value, partial):
+            return
+        self._seen.add(id(value))
+        if isinstance(value, partial):
             self._value(name, value.func, deep)
-            for key, part in (*enumerate(value.args), *value.keywords.items()):
+            for place, part in enumerate(value.args):
+                self._value(f"{name}({place})", part, deep)
+            for key, part in value.keywords.items():
+                self._slot(value.keywords, key, part)
                 self._value(f"{name}({key})", part, deep)
         elif isinstance(value, Mapping):
             self._entries(name, value, list(value), deep)
@@ -269,8 +300,13 @@ class _Walk:
             self._sized.append(value)
         elif isinstance(value, type | ModuleType):
             self._numbers_of(name, value)
+        elif isinstance(value, _BYTES):
+            self._copied(name, value)
         elif hasattr(value, "__dict__"):
             self._object(name, value, deep)
+        for key in _slots_of(type(value)):
+            if hasattr(value, key) and self._is_read(key, users=is_users(type(value))):
+                self._attribute(f"{name}.{key}", _Attributes(value), key, getattr(value, key), deep)
 
     def _entries(self, name: str, container: Any, keys: Sequence[Any], deep: int) -> None:
         self._sized.append(container)
@@ -296,16 +332,19 @@ class _Walk:
                 self.values[_quoted(f"{name}.{key}")] = number
 
     def _around(self, function: FunctionType) -> None:
+        same = self._readers.setdefault(function.__qualname__, [])
+        same.append(function)
+        reader = function.__qualname__ if len(same) == 1 else f"{function.__qualname__}, {len(same)}"
         for around in around_of(function):
             if isinstance(around.value, nn.Module | FunctionType):
                 self._slot(around.holder, around.key, around.value)
                 if isinstance(around.value, nn.Module) and id(around.value) not in self._seen:
-                    self._inside(f"{around.name} (read by {function.__qualname__})", around.value, _DEEP)
+                    self._inside(f"{around.name} (read by {reader})", around.value, _DEEP)
                 elif isinstance(around.value, FunctionType):
-                    self.values[_quoted(f"{around.name} (read by {function.__qualname__})")] = _Callable(around.value)
+                    self.values[_quoted(f"{around.name} (read by {reader})")] = _Callable(around.value)
             else:
                 self._slot(around.holder, around.key, around.value)
-                self._value(f"{around.name} (read by {function.__qualname__})", around.value, _DEEP)
+                self._value(f"{around.name} (read by {reader})", around.value, _DEEP)
 
     def _tensor(self, name: str, tensor: Tensor) -> None:
         if tensor.grad_fn is not None or isinstance(tensor, FakeTensor | nn.Parameter) or tensor.is_meta:
@@ -315,6 +354,12 @@ class _Walk:
         if same.values is not None:
             self._compared.append(same)
         self.values[_quoted(name)] = same
+
+    def _copied(self, name: str, value: Any) -> None:
+        if len(value) <= _MOST_BYTES:
+            same = _SameArray(np.asarray(value))
+            self._compared.append(same)  # type: ignore[arg-type]  # it is asked the same
+            self.values[_quoted(name)] = same
 
     def _array(self, name: str, array: np.ndarray[Any, Any] | np.generic) -> None:
         found = np.asarray(array)
@@ -397,6 +442,22 @@ class _Kind:
 
     def __repr__(self) -> str:
         return self.kind.__name__
+
+
+class _Attributes:
+    """The attributes of an object without a dict, to be read as a container."""
+
+    def __init__(self, of: object) -> None:
+        self._of = of
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self._of, key)
+
+
+def _slots_of(kind: type) -> list[str]:
+    found = [vars(base).get("__slots__", ()) for base in kind.__mro__ if is_users(base)]
+    names = [name for names in found for name in ((names,) if isinstance(names, str) else names)]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def portable(changes: Iterable[Change]) -> bytes:

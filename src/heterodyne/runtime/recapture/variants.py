@@ -153,12 +153,13 @@ class _Compared:
 
     def equal(self) -> bool:
         """Whether all ranks have seen the same."""
-        total, squares, _ = self._received()
-        return self._ranks * squares == total**2  # the sums of equal digests, and of no others (Cauchy-Schwarz)
+        _, *sums = self._received()
+        # Of equal digests, and of no others, the squares are so large (Cauchy-Schwarz).
+        return all(ranks * squares == total**2 for ranks, total, squares in (sums[:3], sums[3:]))
 
     def look(self) -> bool:
         """Whether any rank asks for weights to be compared; alone it has nobody to compare them with."""
-        return self._ranks > 1 and self._received()[2] > 0
+        return self._ranks > 1 and self._received()[0] > 0
 
     def _received(self) -> list[int]:
         if self._sent is not None:
@@ -174,7 +175,7 @@ class Variants:
         module: the user's model, of which this rank holds a part.
         first: what runs in the state that it is in.
         make: what runs of a capture under a plan. Collective.
-        again: captures the module as it is now; None: what changes is refused.
+        again: captures the module as it is now; None: what changes is refused where pieces of a graph run.
         whole: returns the parameters and buffers that every rank holds whole, by name.
         sharded: those that are updated in parts, so that one rank's optimizer may write to them and another's not.
         sample: a few values of what this rank holds, to compare with other ranks.
@@ -222,7 +223,8 @@ class Variants:
         self._known: list[tuple[State, Variant]] = [(self._start, self.first)]
         self._rebound: dict[str, _Rebound] = {}
         self._numbers: dict[str, None] = {}  # attributes that have changed, in order
-        self._in_a_row = 0  # steps for each of which the model was captured
+        self._in_a_row = 0  # steps for each of which the model was captured, because of what is in `_row`
+        self._row: frozenset[str] = frozenset()
         self._written: list[str] = []  # weights, before the latest step
         self._between: list[Change] = []  # of weights and of the optimizer's options, before the latest step
         self._pending: dict[str, None] = {}  # weights that the script had written to when the runtime did
@@ -264,14 +266,14 @@ class Variants:
         written = self._names_written()
         look = bool(written) and (written != self._written or is_looked_at(number))
         self._between = [*self._options_changed(), *(_written(name) for name in written if name not in self._sharded)]
-        compared = self._compare([*seen.changes, *self._between], look=look)
+        compared = self._compare(seen.changes, self._between, look=look)
         if changed and compared.equal():
             self._switch(seen, before)
         elif changed:  # what runs until the step is refused is what ran before
             for rebound in self._rebound.values():
                 rebound.undo(self._module)
         self._written = written
-        self._in_a_row = self._in_a_row if changed else 0
+        self._row = self._row if changed else frozenset()
 
         def agreed() -> bool:
             if compared.equal() and compared.look():
@@ -293,7 +295,7 @@ class Variants:
         now = [tensor._version for tensor in self._whole.values()]
         if now == self._versions and not self._pending:
             return []
-        written = [n for n, left, new in zip(self._whole, self._versions, now, strict=True) if left != new]
+        written = [n for n, left, new in zip(self._whole, self._versions, now, strict=False) if left != new]
         return sorted(self._pending.keys() | set(written))
 
     def _options_changed(self) -> list[Change]:
@@ -364,18 +366,20 @@ class Variants:
     def _all_changes(self, state: State) -> list[Change]:
         return [*self._start.changes(state), *(rebound.change for rebound in self._rebound.values())]
 
-    def _compare(self, changes: Sequence[Change], *, look: bool = False) -> _Compared:
-        """Start to compare with all ranks what has changed. ``look``: this rank asks for weights to be compared."""
+    def _compare(self, changes: Sequence[Change], between: Sequence[Change] = (), *, look: bool = False) -> _Compared:
+        """Start to compare with all ranks what has changed, and with those that update any weight what the script has done ``between`` two
+        steps to weights and optimizer. ``look``: this rank asks for weights to be compared."""
         ranks = self._communicator.world_size
-        digest = int.from_bytes(portable(changes), "big") >> (64 - _BITS) if changes else 0
-        sums = torch.tensor([float(digest), float(digest**2), float(look)], dtype=torch.float64)
+        updates = any(group["params"] for group in self._optimizer.param_groups)
+        sums = torch.tensor([look, *_sums(changes), *(_sums(between) if updates else (0, 0, 0))], dtype=torch.float64)
         return _Compared(ranks, sums, self._communicator.control.all_reduce(sums) if ranks > 1 else None)
 
     def _follow(self, seen: _Seen, before: State, *, modes: bool) -> None:
         """Let what runs be that of the state as it is now. Raises PlanError or CaptureError, on all ranks if on any."""
         state = seen.read.state
-        for name, parameter in seen.read.parameters.items():
-            if self._parameters.get(name) is not parameter:
+        now = seen.read.parameters
+        for name in self._parameters.keys() | now.keys():
+            if self._parameters.get(name) is not now.get(name):
                 raise PlanError(
                     f"{name!r} is another parameter than when the model was distributed, which the optimizer does not know. Write into "
                     f"the one that is there (with torch.no_grad(): model.{name}.copy_(value)), or distribute the model again"
@@ -383,18 +387,28 @@ class Variants:
         held = self._adopt({name: seen.read.buffers[name] for name in self._rebound if name in seen.read.buffers})
         self._rebound |= {name: replace(self._rebound[name], held=buffer) for name, buffer in held.items()}
         self._whole = self._find_whole()
+        self._leave_weights()
         for known, variant in self._known:
             if variant.capture.holds(known, state, modes=modes):
                 seen.variant = variant
                 break
         else:
-            self._in_a_row += seen is self._training
+            self._note_row(seen, before.changes(state, modes=modes))
             # Where modules run as they are, parts of each batch are compared with the whole instead, step by step.
-            if self._in_a_row <= MOST_IN_A_ROW or seen.variant.later is None or not seen.variant.later.asks:
+            later = seen.variant.later
+            if self._again is None and (seen is self._evaluating or later is not None):
+                pass  # evaluation runs what was captured in training, and modules run as they are
+            elif self._in_a_row <= MOST_IN_A_ROW or later is None or not later.asks:
                 self._numbers |= dict.fromkeys(before.numbers_changed(state))
                 seen.variant = self._captured(state, before.changes(state, modes=modes))
         seen.read.take()  # adopted buffers are others
         seen.read.state = state
+
+    def _note_row(self, seen: _Seen, changes: Sequence[Change]) -> None:
+        if seen is self._training:
+            names = frozenset(change.name for change in changes)
+            self._in_a_row = self._in_a_row + 1 if names & self._row else 1
+            self._row = names
 
     def _captured(self, state: State, changes: Sequence[Change]) -> Variant:
         words = "; ".join(map(str, changes[:_MOST_NAMES])) + (" ..." if len(changes) > _MOST_NAMES else "")
@@ -434,6 +448,12 @@ class Variants:
                 "each device runs the whole model (plan='data')"
             ) from error
         return found[0]
+
+
+def _sums(changes: Sequence[Change]) -> tuple[int, int, int]:
+    """Return what ranks add up to compare digests: of this one its number, its digest and the square of that."""
+    digest = int.from_bytes(portable(changes), "big") >> (64 - _BITS) if changes else 0
+    return 1, digest, digest**2
 
 
 def _options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
