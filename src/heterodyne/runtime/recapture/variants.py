@@ -367,11 +367,11 @@ class Variants:
         return [*self._start.changes(state), *(rebound.change for rebound in self._rebound.values())]
 
     def _compare(self, changes: Sequence[Change], between: Sequence[Change] = (), *, look: bool = False) -> _Compared:
-        """Start to compare with all ranks what has changed, and with those that update any weight what the script has done ``between`` two
+        """Start to compare with all ranks what has changed, and with those that have samples what the script has done ``between`` two
         steps to weights and optimizer. ``look``: this rank asks for weights to be compared."""
         ranks = self._communicator.world_size
-        updates = any(group["params"] for group in self._optimizer.param_groups)
-        sums = torch.tensor([look, *_sums(changes), *(_sums(between) if updates else (0, 0, 0))], dtype=torch.float64)
+        trains = bool(self.first.assignment.role.micro_batches.samples)
+        sums = torch.tensor([look, *_sums(changes), *(_sums(between) if trains else (0, 0, 0))], dtype=torch.float64)
         return _Compared(ranks, sums, self._communicator.control.all_reduce(sums) if ranks > 1 else None)
 
     def _follow(self, seen: _Seen, before: State, *, modes: bool) -> None:
