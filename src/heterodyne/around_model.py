@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["unchanged_around"]
+__all__ = ["is_filled", "unchanged_around"]
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _DEEPEST = 3
@@ -46,7 +46,7 @@ def _held(model: nn.Module) -> Iterator[Any]:
             if not base.__module__.startswith("torch."):
                 functions |= {id(made): made for made in vars(base).values() if isinstance(made, FunctionType)}
     for function in functions.values():
-        yield from (cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell))
+        yield from (cell.cell_contents for cell in function.__closure__ or () if is_filled(cell))
         yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         if not function.__code__.co_filename.startswith(_LIBRARIES):
             named = _names(function.__code__)
@@ -103,7 +103,8 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inner)
 
 
-def _is_filled(cell: Any) -> bool:
+def is_filled(cell: Any) -> bool:
+    """Return whether a cell of a closure has a value yet."""
     try:
         _ = cell.cell_contents
     except ValueError:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from heterodyne.around_model import is_filled
+
 __all__ = ["unchanged_generators"]
 
 _DEEPEST = 4
@@ -59,14 +61,6 @@ def _entries(holder: Any) -> list[Any]:
     if isinstance(holder, (list, tuple, set)):
         return list(holder) if len(holder) <= _MOST_ENTRIES else []
     found = list(vars(holder).values()) if hasattr(holder, "__dict__") else []
-    found += [cell.cell_contents for cell in getattr(holder, "__closure__", None) or () if _is_filled(cell)]
+    found += [cell.cell_contents for cell in getattr(holder, "__closure__", None) or () if is_filled(cell)]
     bound = getattr(holder, "__self__", None)
     return [*found, *getattr(holder, "args", ()), bound] if callable(holder) else found
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True

@@ -14,6 +14,8 @@ from typing import Any, Final
 
 from torch import nn
 
+from heterodyne.around_model import is_filled
+
 __all__ = ["Around", "CodeRead", "around_of", "is_users"]
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -158,7 +160,7 @@ def around_of(function: FunctionType) -> list[Around]:
     it writes itself."""
     held: list[Around] = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        if _is_filled(cell):
+        if is_filled(cell):
             held.append(Around(name, _Cell(cell), 0, cell.cell_contents))
     known = function.__globals__
     held += [Around(name, known, name, known[name]) for name in _globals_read(function.__code__) if name in known]
@@ -216,14 +218,6 @@ def _has_attributes(value: object) -> bool:
 def _has_modes(kind: type[nn.Module]) -> bool:
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     return code is not None and "training" in code.co_names
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:
