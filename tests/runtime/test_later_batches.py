@@ -46,7 +46,9 @@ def test_a_loss_that_counts_padding_is_refused_where_slices_pad_by_themselves(ig
     torch.manual_seed(0)
     model, source = Tagger(ignored), Padded(alike)
     captured = trace(model, source.samples(0, 4))
-    later = LaterBatches(model, captured.graph, captured.loss_count, device=torch.device("cpu"), precision="fp32")
+    later = LaterBatches(
+        model, captured.graph, captured.loss_count, buffers={}, device=torch.device("cpu"), precision="fp32"
+    )
     refused = ignored != 0 and not alike
     with pytest.raises(DataError, match="depends on how far samples are padded") if refused else nullcontext():
         later.require_padding(source, [(0, 3), (3, 2)], 0)
@@ -71,7 +73,7 @@ def test_a_choice_for_a_whole_batch_is_found_wherever_the_sample_is(place: int) 
     own = [(0, 11), (20, 6)]
     count = read_count("samples")
     found = opaque(model, {"x": x}, reason="", loss=count.loss, count=count, random=False, batch_norm=False)
-    later = LaterBatches(model, found.graph, found.loss_count, device=torch.device("cpu"), precision="fp32")
+    later = LaterBatches(model, found.graph, found.loss_count, buffers={}, device=torch.device("cpu"), precision="fp32")
     source = as_source({"x": x}, found.graph)
 
     def look() -> None:
