@@ -94,7 +94,7 @@ def test_a_model_that_is_not_itself_is_refused_before_anything_is_measured(
         VerifyError, match=r"Neighbours gives something else .* the loss \(test_checking.py:\d+\)"
     ) as caught:
         hd.distribute(Neighbours(), BATCH)
-    assert "check_s" in str(caught.value)
+    assert "Parts must add up to the whole" in str(caught.value)
     assert "measuring" not in capsys.readouterr().err
     assert not list(tmp_path.rglob("*.json"))
 
