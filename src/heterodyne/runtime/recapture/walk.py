@@ -1,0 +1,310 @@
+"""One walk through all that forward and loss may read of a model, beside the batch and the values of weights: where each value stands."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from enum import Enum
+from functools import partial
+from operator import is_
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.nn.modules import module as module_hooks
+
+from heterodyne.runtime.recapture.code_read import CodeRead, around_of, is_users
+from heterodyne.runtime.recapture.values_read import (
+    SMALL,
+    Callable,
+    ClassOf,
+    Compared,
+    SameArray,
+    SameTensor,
+)
+
+__all__ = ["CALLED", "HOOKS", "Walk", "quoted"]
+
+CALLED = (FunctionType, BuiltinFunctionType, MethodType)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, range, slice, torch.Size)
+_MANY = 256  # longer lists are data
+_DEEP = 5  # of objects and containers in each other
+_OF_TORCH: Final = frozenset(vars(nn.Module()))
+_BYTES = (array, bytearray)
+_MOST_BYTES = 4096
+HOOKS: Final = tuple(key for key in _OF_TORCH if key.endswith("_hooks") and "state_dict" not in key)
+
+
+class Walk:
+    """Goes through all that is read, and notes for each value where it stands."""
+
+    def __init__(self, code: CodeRead, of_forward: Collection[str]) -> None:
+        self.values: dict[str, object] = {}
+        self.modes: dict[str, bool] = {}
+        self._code = code
+        self._of_forward = of_forward
+        self._slots: list[tuple[Any, Any]] = []
+        self._held: list[object] = []
+        self._sized: list[Any] = []
+        self._tensors: list[Tensor] = []
+        self._stored: list[Tensor] = []
+        self._compared: list[Compared] = []
+        self._seen: set[int] = set()
+        self._readers: dict[str, list[FunctionType]] = {}  # functions of one name
+
+    def is_same(self) -> bool:
+        try:
+            now = [holder[key] for holder, key in self._slots]
+        except (KeyError, IndexError, ValueError):
+            return False
+        return (
+            all(map(is_, now, self._held))
+            and list(map(type, self._parts)) == self._kinds
+            and list(map(len, self._sized)) == self._sizes
+            and [tensor._version for tensor in self._tensors] == self._versions
+            and [tensor.requires_grad for tensor in self._stored] == self._trained
+            and all(same.is_still() for same in self._compared)
+        )
+
+    def all_of(self, module: nn.Module) -> None:
+        for path, part in module.named_modules():
+            self._module(path, part)
+        for function in self._code.functions:
+            self._around(function)
+            for key in ("__code__", "__defaults__"):
+                self._slot(_Attributes(function), key, getattr(function, key))
+            number = len(self._readers[function.__qualname__])
+            self.values[f"the code of {quoted(function.__qualname__)}, {number}"] = Callable(function.__code__)
+        self._parts = list(module.modules())
+        self._kinds = list(map(type, self._parts))
+        for key, table in vars(module_hooks).items():
+            if key.startswith("_global_") and isinstance(table, dict):
+                self._hooks(f"torch.nn.modules.module.{key}", table)
+        self._sizes = list(map(len, self._sized))
+        self._versions = [tensor._version for tensor in self._tensors]
+        self._trained = [tensor.requires_grad for tensor in self._stored]
+
+    def _slot(self, holder: Any, key: Any, value: object) -> None:
+        self._slots.append((holder, key))
+        self._held.append(value)
+
+    def _module(self, path: str, module: nn.Module) -> None:
+        if id(module) in self._seen:
+            return
+        self._seen.add(id(module))
+        own, kind = vars(module), type(module)
+        users = is_users(kind)
+        self._sized.append(own)
+        for key, value in own.items():
+            if key == "training":
+                self._mode(_joined(path, key), own, kind)
+            elif key in HOOKS:
+                self._hooks(_joined(path, key), value)
+            elif key not in _OF_TORCH and self._is_read(key, users=users):
+                self._attribute(_joined(path, key), own, key, value)
+        for table in (module._parameters, module._buffers):
+            self._tables(path, table)
+        self._sized.append(module._modules)
+        for key, part in module._modules.items():
+            self._slot(module._modules, key, part)
+            self.values[quoted(_joined(path, key))] = None if part is None else ClassOf(type(part))
+        for base in (base for base in kind.__mro__ if base not in (nn.Module, object)):
+            for key, value in vars(base).items():
+                if key in self._code.names and key not in own and not key.startswith("__") and _is_value(value):
+                    self._attribute(_joined(path, key), vars(base), key, value)
+            self._methods(base)
+
+    def _methods(self, base: type) -> None:
+        """What a class of the user has as methods and properties, once for each class."""
+        if id(base) in self._seen or not is_users(base):
+            return
+        self._seen.add(id(base))
+        for key, value in vars(base).items():
+            if isinstance(value, FunctionType | property):
+                self._slot(vars(base), key, value)
+                self.values[quoted(f"{base.__qualname__}.{key}")] = Callable(value)
+
+    def _mode(self, name: str, own: dict[str, Any], kind: type) -> None:
+        if kind in self._code.with_modes or self._code.computed:
+            self._slot(own, "training", own["training"])
+            (self.values if is_users(kind) or _asks_more(kind) else self.modes)[quoted(name)] = own["training"]
+
+    def _tables(self, path: str, table: Mapping[str, Tensor | None]) -> None:
+        self._sized.append(table)
+        for key, tensor in table.items():
+            self._slot(table, key, tensor)
+            if tensor is not None:
+                self._stored.append(tensor)
+                self.values[f"requires_grad of {_joined(path, key)!r}"] = tensor.requires_grad
+
+    def _hooks(self, name: str, table: Mapping[Any, Any]) -> None:
+        self._sized.append(table)
+        for place, (key, hook) in enumerate(table.items()):  # keys are numbers that differ from process to process
+            self._slot(table, key, hook)
+            self._value(f"{name}[{place}]", hook, 1)
+        self.values[f"the hooks in {name!r}"] = tuple(map(Callable, table.values()))
+
+    def _is_read(self, key: str, *, users: bool) -> bool:
+        """Whether code names it; what is private to a library is its own affair."""
+        if users and self._code.computed:
+            return True
+        return key in (self._code.own if key.startswith("_") else self._code.names)
+
+    def _attribute(self, name: str, holder: Any, key: Any, value: object, deep: int = _DEEP) -> None:
+        if str(key) in self._code.assigned and (str(key).startswith("_") or not isinstance(value, _PLAIN)):
+            return
+        if quoted(name) in self._of_forward:
+            return
+        self._slot(holder, key, value)
+        self._value(name, value, deep)
+
+    def _value(self, name: str, value: object, deep: int) -> None:
+        """Note a value, and what is in it."""
+        if isinstance(value, _PLAIN):
+            self.values[quoted(name)] = value
+        elif isinstance(value, Tensor):
+            self._tensor(name, value)
+        elif isinstance(value, np.ndarray | np.generic):
+            self._array(name, value)
+        elif isinstance(value, CALLED):
+            self.values[quoted(name)] = Callable(value)
+            if isinstance(value, MethodType) and deep:
+                self._value(f"{name}.__self__", value.__self__, deep - 1)
+        elif deep and id(value) not in self._seen:
+            self._inside(name, value, deep - 1)
+
+    def _inside(self, name: str, value: object, deep: int) -> None:
+        if isinstance(value, nn.Module):
+            for path, part in value.named_modules(prefix=name):
+                self._module(path, part)
+            return
+        self._seen.add(id(value))
+        if type(value).__module__.partition(".")[0] == "heterodyne":
+            return  # what an adapter passes to a step beside the batch is no change of the script's
+        if isinstance(value, partial):
+            self._value(name, value.func, deep)
+            for place, part in enumerate(value.args):
+                self._value(f"{name}({place})", part, deep)
+            for key, part in value.keywords.items():
+                self._slot(value.keywords, key, part)
+                self._value(f"{name}({key})", part, deep)
+        elif isinstance(value, Mapping):
+            self._entries(name, value, list(value), deep)
+        elif isinstance(value, list | tuple | deque):
+            self._entries(name, value, range(len(value)), deep)
+        elif isinstance(value, set | frozenset) and len(value) <= _MANY:
+            self.values[quoted(name)] = frozenset(map(repr, value))
+            self._sized.append(value)
+        elif isinstance(value, type | ModuleType):
+            self._numbers_of(name, value)
+        elif isinstance(value, _BYTES):
+            self._copied(name, value)
+        elif hasattr(value, "__dict__"):
+            self._object(name, value, deep)
+        for key in _slots_of(type(value)):
+            if hasattr(value, key) and self._is_read(key, users=is_users(type(value))):
+                self._attribute(f"{name}.{key}", _Attributes(value), key, getattr(value, key), deep)
+
+    def _entries(self, name: str, container: Any, keys: Sequence[Any], deep: int) -> None:
+        self._sized.append(container)
+        if len(keys) > _MANY:
+            return
+        self.values[f"the number of entries of {quoted(name)}"] = len(keys)
+        for key in keys:
+            self._slot(container, key, container[key])
+            self._value(f"{name}[{key!r}]", container[key], deep)
+
+    def _object(self, name: str, value: object, deep: int) -> None:
+        """Attributes whose names are read. Those of an object of a library change in its own use (``config.dtype`` of Transformers on
+        saving): of these the numbers, tensors and objects count."""
+        own, users = vars(value), is_users(type(value))
+        for key, part in list(own.items()):
+            if self._is_read(key, users=users) and (users or not isinstance(part, str | type(None))):
+                self._attribute(f"{name}.{key}", own, key, part, deep)
+
+    def _numbers_of(self, name: str, value: type | ModuleType) -> None:
+        for key, number in vars(value).items():
+            if key in self._code.names and isinstance(number, int | float):
+                self._slot(vars(value), key, number)
+                self.values[quoted(f"{name}.{key}")] = number
+
+    def _around(self, function: FunctionType) -> None:
+        same = self._readers.setdefault(function.__qualname__, [])
+        same.append(function)
+        reader = function.__qualname__ if len(same) == 1 else f"{function.__qualname__}, {len(same)}"
+        for around in around_of(function):
+            if isinstance(around.value, nn.Module | FunctionType):
+                self._slot(around.holder, around.key, around.value)
+                if isinstance(around.value, nn.Module) and id(around.value) not in self._seen:
+                    self._inside(f"{around.name} (read by {reader})", around.value, _DEEP)
+                elif isinstance(around.value, FunctionType):
+                    self.values[quoted(f"{around.name} (read by {reader})")] = Callable(around.value)
+            else:
+                self._slot(around.holder, around.key, around.value)
+                self._value(f"{around.name} (read by {reader})", around.value, _DEEP)
+
+    def _tensor(self, name: str, tensor: Tensor) -> None:
+        if tensor.grad_fn is not None or isinstance(tensor, FakeTensor | nn.Parameter) or tensor.is_meta:
+            return
+        same = SameTensor(tensor)
+        self._tensors.append(tensor)
+        if same.values is not None:
+            self._compared.append(same)
+        self.values[quoted(name)] = same
+
+    def _copied(self, name: str, value: Any) -> None:
+        if len(value) <= _MOST_BYTES:
+            same = SameArray(np.asarray(value))
+            self._compared.append(same)
+            self.values[quoted(name)] = same
+
+    def _array(self, name: str, array: np.ndarray[Any, Any] | np.generic) -> None:
+        found = np.asarray(array)
+        if found.size <= SMALL:
+            same = SameArray(found)
+            self._compared.append(same)
+            self.values[quoted(name)] = same
+
+
+class _Attributes:
+    """The attributes of an object without a dict, to be read as a container."""
+
+    def __init__(self, of: object) -> None:
+        self._of = of
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self._of, key)
+
+
+def _slots_of(kind: type) -> list[str]:
+    found = [vars(base).get("__slots__", ()) for base in kind.__mro__ if is_users(base)]
+    names = [name for names in found for name in ((names,) if isinstance(names, str) else names)]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def _joined(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def quoted(name: str) -> str:
+    """``'beta'``; ``'WEIGHT[0]' (read by forward)``."""
+    own, reader, inside = name.partition(" (read by ")
+    reader, _, inside = inside.partition(")") if reader else ("", "", "")
+    return f"'{own}{inside}' (read by {reader})" if reader else f"'{own}'"
+
+
+def _is_value(value: object) -> bool:
+    return isinstance(value, (*_PLAIN, Tensor, np.ndarray, list, dict, tuple)) or (
+        hasattr(value, "__dict__")
+        and not callable(value)
+        and not isinstance(value, property | classmethod | staticmethod)
+    )
+
+
+def _asks_more(kind: type) -> bool:
+    """Whether the mode of a library's module may decide more than what its ops do: any that is not torch's own."""
+    return not kind.__module__.startswith("torch.nn.")
