@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from heterodyne.runtime.recapture.read_state import ReadState
 
@@ -18,8 +21,13 @@ DEFAULT = [1.0]
 ARGUMENTS = SimpleNamespace(smoothing=0.1)
 
 
+SHIFT: ContextVar[float] = ContextVar("SHIFT", default=0.0)
+
+
 def _above(x: Tensor) -> Tensor:
-    return x - MARGIN * ARGUMENTS.smoothing
+    if os.environ.get("RECTIFIED"):
+        return F.relu(x)
+    return x - MARGIN * ARGUMENTS.smoothing - SHIFT.get()
 
 
 class Charbonnier:
@@ -100,7 +108,20 @@ CHANGES: list[tuple[Callable[[Annealed], object], str]] = [
     (lambda model: model.table_of_class.update(a=model.table_of_class["a"] + 1), r"'table_of_class\['a'\]' was"),
     (lambda model: model.linear.weight.requires_grad_(False), "requires_grad of 'linear.weight' was True and is False"),
     (lambda model: setattr(model, "drop", nn.Identity()), "'drop' was Dropout and is Identity"),
+    (lambda _: os.environ.update(RECTIFIED="1"), "the variable 'RECTIFIED' of the environment was None and is '1'"),
+    (lambda _: SHIFT.set(SHIFT.get() + 1), r"'SHIFT' \(read by _above\) was 0.0 and is 1.0"),
+    (lambda _: setattr(F, "relu", F.silu), r"'F.relu' \(read by _above\) was relu and is silu"),
+    (lambda _: setattr(nn.Linear, "forward", nn.Identity.forward), r"'Linear.forward' was forward and is forward"),
+    (lambda model: setattr(model, "forward", torch.relu), "'forward' is new"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _torch_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(F, "relu", F.relu)
+    monkeypatch.setattr(nn.Linear, "forward", nn.Linear.forward)
+    monkeypatch.setenv("RECTIFIED", "")
+    monkeypatch.delenv("RECTIFIED")
 
 
 @pytest.mark.parametrize(("change", "told"), CHANGES)

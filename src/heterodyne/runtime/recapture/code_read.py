@@ -16,11 +16,12 @@ from torch import nn
 
 from heterodyne.around_model import is_filled
 
-__all__ = ["Around", "CodeRead", "around_of", "is_users"]
+__all__ = ["Around", "CodeRead", "around_of", "environment_of", "is_users"]
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _ENTRIES: Final = frozenset({"forward", "__call__"})
 _COMPUTED_NAMES: Final = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
+_ENVIRONMENT: Final = frozenset({"environ", "getenv"})
 _BASES = (nn.Module, object)
 _MANY = 256  # longer lists are data
 _MOST = 10_000  # objects whose attributes are looked through
@@ -133,7 +134,8 @@ class _Reader:
             for code in _with_inner(function.__code__):
                 self._read(code, users=users)
             for around in around_of(function) if users else ():
-                self._around(around.value, function)
+                if is_users(around.value):
+                    self._around(around.value, function)
 
     def _read(self, code: CodeType, *, users: bool) -> None:
         named = set(code.co_names)
@@ -156,8 +158,7 @@ class _Reader:
 
 
 def around_of(function: FunctionType) -> list[Around]:
-    """Return what a function of the user reads from its closure, from globals and as defaults, but nothing of libraries, and no global that
-    it writes itself."""
+    """Return what a function of the user reads from its closure, from globals and as defaults, but no global that it writes itself."""
     held: list[Around] = []
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         if is_filled(cell):
@@ -170,7 +171,16 @@ def around_of(function: FunctionType) -> list[Around]:
         held.append(Around(name, defaults, place, defaults[place]))
     for name, value in (function.__kwdefaults__ or {}).items():
         held.append(Around(name, function.__kwdefaults__, name, value))
-    return [around for around in held if is_users(around.value)]
+    return held
+
+
+def environment_of(function: FunctionType) -> list[str]:
+    """Return the variables of the environment that a function may read, as far as they stand in its code."""
+    codes = list(_with_inner(function.__code__))
+    if not any(_ENVIRONMENT.intersection(code.co_names) for code in codes):
+        return []
+    constants = {constant for code in codes for constant in code.co_consts}
+    return sorted(constant for constant in constants if isinstance(constant, str) and constant.isidentifier())
 
 
 class _Cell:

@@ -102,10 +102,10 @@ class SameVariable:
     """A variable of the environment as it was."""
 
     def __init__(self, name: str) -> None:
-        self._name, self.value = name, os.environ.get(name)
+        self.name, self.value = name, os.environ.get(name)
 
     def is_still(self) -> bool:
-        return os.environ.get(self._name) == self.value
+        return os.environ.get(self.name) == self.value
 
 
 def are_equal(before: object, after: object) -> bool:

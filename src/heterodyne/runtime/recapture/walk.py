@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from contextvars import ContextVar
 from enum import Enum
 from functools import partial
 from operator import is_
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules import module as module_hooks
 
-from heterodyne.runtime.recapture.code_read import CodeRead, around_of, is_users
+from heterodyne.runtime.recapture.code_read import CodeRead, around_of, environment_of, is_users
 from heterodyne.runtime.recapture.values_read import (
     SMALL,
     Callable,
@@ -25,6 +26,7 @@ from heterodyne.runtime.recapture.values_read import (
     Compared,
     SameArray,
     SameTensor,
+    SameVariable,
 )
 
 __all__ = ["CALLED", "HOOKS", "Walk", "quoted"]
@@ -119,12 +121,13 @@ class Walk:
             self._methods(base)
 
     def _methods(self, base: type) -> None:
-        """What a class of the user has as methods and properties, once for each class."""
-        if id(base) in self._seen or not is_users(base):
+        """What a class of the user has as methods and properties, and one of a library as ``forward``, once for each class."""
+        if id(base) in self._seen:
             return
         self._seen.add(id(base))
+        users = is_users(base)
         for key, value in vars(base).items():
-            if isinstance(value, FunctionType | property):
+            if isinstance(value, FunctionType | property) and (users or key == "forward"):
                 self._slot(vars(base), key, value)
                 self.values[quoted(f"{base.__qualname__}.{key}")] = Callable(value)
 
@@ -149,8 +152,8 @@ class Walk:
         self.values[f"the hooks in {name!r}"] = tuple(map(Callable, table.values()))
 
     def _is_read(self, key: str, *, users: bool) -> bool:
-        """Whether code names it; what is private to a library is its own affair."""
-        if users and self._code.computed:
+        """Whether code names it, or torch calls it; what is private to a library is its own affair."""
+        if key == "forward" or (users and self._code.computed):
             return True
         return key in (self._code.own if key.startswith("_") else self._code.names)
 
@@ -200,7 +203,9 @@ class Walk:
             self.values[quoted(name)] = frozenset(map(repr, value))
             self._sized.append(value)
         elif isinstance(value, type | ModuleType):
-            self._numbers_of(name, value)
+            self._names_of(name, value, deep)
+        elif isinstance(value, ContextVar):
+            self._attribute(name, _Current(value), 0, _Current(value)[0], deep)
         elif isinstance(value, _BYTES):
             self._copied(name, value)
         elif hasattr(value, "__dict__"):
@@ -226,26 +231,28 @@ class Walk:
             if self._is_read(key, users=users) and (users or not isinstance(part, str | type(None))):
                 self._attribute(f"{name}.{key}", own, key, part, deep)
 
-    def _numbers_of(self, name: str, value: type | ModuleType) -> None:
-        for key, number in vars(value).items():
-            if key in self._code.names and isinstance(number, int | float):
-                self._slot(vars(value), key, number)
-                self.values[quoted(f"{name}.{key}")] = number
+    def _names_of(self, name: str, place: type | ModuleType, deep: int) -> None:
+        """Numbers and functions of a class or a module that code reads by name, and of modules in it."""
+        for key in sorted(self._code.own & vars(place).keys()):
+            value = vars(place)[key]
+            if isinstance(value, (int, float, *CALLED)):
+                self._slot(vars(place), key, value)
+                self.values[quoted(f"{name}.{key}")] = Callable(value) if isinstance(value, CALLED) else value
+            elif _is_of_torch(value) or (isinstance(value, ModuleType) and is_users(value)):
+                self._value(f"{name}.{key}", value, deep)
 
     def _around(self, function: FunctionType) -> None:
         same = self._readers.setdefault(function.__qualname__, [])
         same.append(function)
         reader = function.__qualname__ if len(same) == 1 else f"{function.__qualname__}, {len(same)}"
         for around in around_of(function):
-            if isinstance(around.value, nn.Module | FunctionType):
-                self._slot(around.holder, around.key, around.value)
-                if isinstance(around.value, nn.Module) and id(around.value) not in self._seen:
-                    self._inside(f"{around.name} (read by {reader})", around.value, _DEEP)
-                elif isinstance(around.value, FunctionType):
-                    self.values[quoted(f"{around.name} (read by {reader})")] = Callable(around.value)
-            else:
-                self._slot(around.holder, around.key, around.value)
-                self._value(f"{around.name} (read by {reader})", around.value, _DEEP)
+            name, value = f"{around.name} (read by {reader})", around.value
+            self._slot(around.holder, around.key, value)
+            if is_users(value) or isinstance(value, FunctionType | BuiltinFunctionType) or _is_of_torch(value):
+                self._value(name, value, _DEEP)
+        for variable in map(SameVariable, environment_of(function)):
+            self._compared.append(variable)
+            self.values[f"the variable {variable.name!r} of the environment"] = variable.value
 
     def _tensor(self, name: str, tensor: Tensor) -> None:
         if tensor.grad_fn is not None or isinstance(tensor, FakeTensor | nn.Parameter) or tensor.is_meta:
@@ -268,6 +275,19 @@ class Walk:
             same = SameArray(found)
             self._compared.append(same)
             self.values[quoted(name)] = same
+
+
+class _Current:
+    """A context variable, to be read as a container of one entry."""
+
+    def __init__(self, of: ContextVar[Any]) -> None:
+        self._of = of
+
+    def __getitem__(self, _: int) -> Any:
+        try:
+            return self._of.get()
+        except LookupError:
+            return None
 
 
 class _Attributes:
@@ -295,6 +315,11 @@ def quoted(name: str) -> str:
     own, reader, inside = name.partition(" (read by ")
     reader, _, inside = inside.partition(")") if reader else ("", "", "")
     return f"'{own}{inside}' (read by {reader})" if reader else f"'{own}'"
+
+
+def _is_of_torch(value: object) -> bool:
+    """Whether it is a module of torch. What others than torch and the user have in modules may be loaded when it is first read."""
+    return isinstance(value, ModuleType) and value.__name__.partition(".")[0] == "torch"
 
 
 def _is_value(value: object) -> bool:
