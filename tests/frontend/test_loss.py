@@ -121,6 +121,12 @@ KNOWN: dict[str, tuple[LossFunction, Loss]] = {
         lambda n, z, y, m: F.cross_entropy(flat(z), y.view(-1)) + (z[..., 0] * m).sum() / m.sum(),
         TERMS,
     ),
+    "weighted classes and all alike": (
+        lambda n, z, y, m: (
+            F.cross_entropy(flat(z), y.view(-1), torch.arange(1.0, 6.0)) + F.cross_entropy(flat(z), y.view(-1))
+        ),
+        TERMS,
+    ),
     "a count and the samples": (lambda n, z, y, m: F.cross_entropy(flat(z), y.view(-1)) + (z**2).mean(), TERMS),
     "a count, a penalty and the samples": (
         lambda n, z, y, m: 0.3 * (F.cross_entropy(flat(z), y.view(-1)) + n.scale**2) + (z**2).mean() - n.scale,

@@ -42,10 +42,13 @@ class Network(nn.Module):
         self.helps, self.squash = False, torch.tanh
         self.prior = torch.ones(16)
         self.register_buffer("mask", torch.ones(16))
+        self.register_buffer("gate", None)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.act(self.first(x)) * self.mask
         hidden = self.squash(self.second(hidden)) * self.prior * self.config["scale"]
+        if self.gate is not None:
+            hidden = hidden * self.gate
         penalty = hidden.square().mean(1) * self.beta if self.beta > 0 else hidden.new_zeros(len(hidden))
         logits = self.head(hidden)
         if self.helps and self.training:
@@ -65,6 +68,8 @@ class Criterion(nn.Module):
         logits, penalty = outputs
         if self.kind == "smooth":
             return F.cross_entropy(logits, labels, self.counts, label_smoothing=0.1) + penalty.sum() / 3
+        if self.kind == "both":
+            return F.cross_entropy(logits, labels, self.counts) + 0.5 * F.cross_entropy(logits, labels) + penalty.mean()
         weight = self.counts if self.weight is None else self.weight
         loss = F.cross_entropy(logits, labels, weight, ignore_index=self.ignore_index)
         return loss + penalty.mean()
@@ -104,6 +109,10 @@ def _in_place(tensor: Callable[[Network, Any], Tensor], value: float) -> Change:
     return change
 
 
+def _weigh(_: Network, loss: Any) -> None:
+    loss.counts = WEIGHTS[0]
+
+
 WEIGHTS = (torch.tensor([3.0, 1.0, 1.0, 0.2]), torch.tensor([0.1, 1.0, 5.0, 1.0]))
 MASK = torch.linspace(0.2, 2.0, 16)
 
@@ -124,6 +133,15 @@ LIVES: dict[str, list[Change]] = {
     "another function": _set("model", "squash", torch.sigmoid, torch.tanh),
     "a hook": [lambda model, _: _scale(model.second, 0.5), lambda model, _: model.second._forward_hooks.clear()],
     "an extra head in training": _set("model", "helps", True, True, False, True),
+    "a mask of another shape": _set("model", "mask", torch.tensor(0.5), torch.tensor(0.5), MASK, torch.ones(16)),
+    "a buffer where there was none": _set("model", "gate", MASK, MASK, None, 1 - MASK),
+    "another forward": [
+        lambda model, _: setattr(model.second, "forward", lambda x: x * 2.0),
+        lambda *_: None,
+        lambda model, _: delattr(model.second, "forward"),
+        lambda *_: None,
+    ],
+    "two denominators in one function": [_weigh, *_set("loss", "kind", "both", "both", "labels")],
     "a criterion of another form": _set("loss", "kind", "smooth", "labels", "smooth", "smooth"),
 }
 
@@ -247,16 +265,29 @@ def ours(world: World, kind: str, names: list[str]) -> dict[str, Run | str]:
 
 
 CHOSEN = {
-    "data": ["a term joins the loss", "another class is ignored", "a buffer of the loss is replaced", "a hook"],
+    "data": [
+        "a term joins the loss",
+        "another class is ignored",
+        "a buffer of the loss is replaced",
+        "another forward",
+    ],
     "1F1B": [
         "a term joins the loss",
         "class weights are another attribute",
         "a mask is replaced",
         "an entry of a dict",
         "a hook",
+        "a mask of another shape",
+        "a buffer where there was none",
+        "two denominators in one function",
         "an extra head in training",
     ],
-    "split": ["a mask is replaced", "a tensor that is an attribute is replaced", "a criterion of another form"],
+    "split": [
+        "a mask is replaced",
+        "a mask of another shape",
+        "a tensor that is an attribute is replaced",
+        "a criterion of another form",
+    ],
     "zero 3": ["a mask is replaced", "an entry of a dict"],
 }
 

@@ -171,6 +171,31 @@ def test_what_is_not_held_whole_raises_in_the_line_that_uses_it(pool: Pool, name
                     assert f"rank {1 - rank} (stage {1 - rank}) holds it" in words
 
 
+def replaced(world: World, plan: Plan) -> tuple[list[float], list[float], str, str]:
+    """A buffer replaced before it is asked for whole: its values, those after a step, what its use and a hook are told."""
+    model = Taught()
+    with start(world, model, plan) as trainer:
+        trainer.step(batch_of())
+        model.center = torch.full((4,), 0.5)
+        with trainer.whole_weights("center") as whole:
+            before = whole.center.tolist()
+        trainer.step(batch_of(1))
+        with pytest.raises(PlanError) as refused:
+            model.center.sum()
+        with pytest.raises(PlanError) as hooked:
+            model.student["first"].weight.register_hook(lambda gradient: gradient * 2)
+        with trainer.whole_weights() as whole:
+            after = whole.center.tolist()
+    return before, after, str(refused.value), str(hooked.value)
+
+
+def test_a_buffer_in_the_place_of_another_is_cut_and_guarded_as_that_one(pool: Pool) -> None:
+    for before, after, told, of_hook in pool.run(2, replaced, plans()["pipeline"]):
+        assert before == after == [0.5] * 4
+        assert "'center', which not every rank holds whole" in told
+        assert "has a hook on its gradient" in of_hook
+
+
 def follow(model: nn.Module, step: int) -> None:
     """What a mean teacher and DINO do between two steps: the teacher follows, its center too, and a scale is kept in bounds."""
     with torch.no_grad():

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from heterodyne.errors import DataError
-from heterodyne.frontend.denominator import Statistic
 from heterodyne.frontend.denominator_graphs import StatisticsGraph, ValueGraph, entries_of
 from heterodyne.frontend.example import Batch, Example
 from heterodyne.frontend.export import Traced
@@ -53,9 +52,7 @@ class LossCounter:
         self._denominators = reading.denominators
         self._buffers = dict(buffers)
         self._constants = dict(traced.constants)
-        self._statistics: tuple[Statistic, ...] = tuple(
-            {s.node: s for d in self._denominators for s in d.statistics}.values()
-        )
+        self._statistics = tuple(dict.fromkeys(s for d in self._denominators for s in d.statistics))
         self._of_batch = StatisticsGraph(traced, self._statistics)
         self._values = [ValueGraph(traced, d, self._statistics) for d in self._denominators]
         tiny = any(

@@ -7,7 +7,7 @@ so each stage may only read parameters and buffers that its devices hold already
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import SequenceMatcher
 from itertools import pairwise
 
@@ -20,8 +20,11 @@ from heterodyne.plan.plan import Pipeline, Plan, Stage
 __all__ = ["realigned"]
 
 
-def realigned(plan: Plan, old: ModelGraph, new: ModelGraph) -> Plan:
+def realigned(plan: Plan, old: ModelGraph, new: ModelGraph, replaced: Collection[str] = ()) -> Plan:
     """Return ``plan``, which is bound to the graph ``old``, bound to ``new``.
+
+    Args:
+        replaced: buffers that were put in the place of others; those of other shapes, and new ones, are held whole by every device.
 
     Raises PlanError if a stage would read a parameter or buffer that its devices do not hold or gather, or a block that is recomputed
     or offloaded has no counterpart.
@@ -33,7 +36,9 @@ def realigned(plan: Plan, old: ModelGraph, new: ModelGraph) -> Plan:
         pipeline.model_copy(update={"stages": _stages(pipeline, old, new, at)}) for pipeline in plan.pipelines
     )
     moved = plan.model_copy(update={"model": new.fingerprint, "pipelines": pipelines})
-    _require_held(plan, old, moved, new)
+    shapes = {buffer.name: buffer.shape for buffer in old.buffers}
+    whole = {b.name for b in new.buffers if b.name in replaced and shapes.get(b.name) != b.shape}
+    _require_held(plan, old, moved, new, whole)
     if plan.zero > 2:
         _require_gathered(plan, old, moved, new)
     return moved
@@ -108,15 +113,15 @@ def _require_gathered(plan: Plan, old: ModelGraph, moved: Plan, new: ModelGraph)
                 )
 
 
-def _require_held(plan: Plan, old: ModelGraph, moved: Plan, new: ModelGraph) -> None:
-    """Raises PlanError for a parameter or buffer that is read where it is not held."""
+def _require_held(plan: Plan, old: ModelGraph, moved: Plan, new: ModelGraph, whole: Collection[str]) -> None:
+    """Raises PlanError for a parameter or buffer that is read where it is not held; ``whole``: those that all devices hold."""
     held, wanted = holdings_of(plan, old), holdings_of(moved, new)
     read = {name for op in new.ops for name in op.parameters}
     for name, devices in wanted.items():
         for device, box in devices.items() if name in read else ():
-            if device not in held.get(name, {}):
+            if device not in held.get(name, {}) and name not in whole:
                 raise PlanError(f"{name!r} would be read on {device}, which does not hold it under this plan")
-            if held[name][device] != box:
+            if box != (() if name in whole else held[name][device]):
                 raise PlanError(
                     f"{name!r} would be cut in another way on {device} than it is held there under this plan"
                 )

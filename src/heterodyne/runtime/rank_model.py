@@ -19,6 +19,7 @@ from heterodyne.plan.traffic import duties
 from heterodyne.runtime.assignment import Assignment
 from heterodyne.runtime.executor import Step
 from heterodyne.runtime.placement import Placement
+from heterodyne.runtime.recapture.replaced_buffers import ReplacedBuffers
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.refused_construction import undone_if_refused
 from heterodyne.runtime.stages.stage_builder import (
@@ -34,7 +35,7 @@ from heterodyne.runtime.weights.gradients import GradientBuckets, require_no_hoo
 from heterodyne.runtime.weights.host_room import host_state_bytes, require_host_room
 from heterodyne.runtime.weights.loss_scale import LossScale
 from heterodyne.runtime.weights.masters import MasterWeights
-from heterodyne.runtime.weights.materialise import Stored, place_weights, replace_held
+from heterodyne.runtime.weights.materialise import Stored, place_weights
 from heterodyne.runtime.weights.optimizer import (
     OptimizerFactory,
     make_optimizer,
@@ -107,6 +108,9 @@ class RankModel:
             keep=(lambda _, own: own) if self.sharded is None else self.sharded.keep,
         )
         self.buffers = dict(module.named_buffers())
+        self.replaced = ReplacedBuffers(
+            module, graph, self.buffers, self.ownership, rank=rank, device=communicator.device
+        )
         self.parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
         self._trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         self.masters = self._masters(plan, slices, optimizer, host_activation_bytes)
@@ -202,15 +206,6 @@ class RankModel:
         cut = of.boxes.keys() | (of.shards.keys() if of.apart else set())
         stored = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
         return {n: t for n, t in stored.items() if n not in cut and all(of.holds(rank, n) for rank in everyone)}
-
-    def adopt(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take over buffers that the script has put in the place of others. Return what this rank holds of them."""
-        rank = self._communicator.rank
-        for name, buffer in buffers.items():
-            if self.buffers.get(name) is not buffer:
-                held = self.ownership.holders(name, [rank]).get(rank)
-                self.buffers[name] = replace_held(self._module, name, buffer, held, self._communicator.device)
-        return {name: self.buffers[name] for name in buffers}
 
     def require_as_left(self) -> None:
         """Raises PlanError where a parameter is trained now that was not when the model was captured, or has values that no step reads."""

@@ -49,7 +49,7 @@ from heterodyne.runtime.weights.optimizer import (
 )
 from heterodyne.runtime.weights.ownership import Ownership
 from heterodyne.runtime.weights.trainable import require_trained
-from heterodyne.runtime.weights.unheld import UnheldWeights, places_of_unheld
+from heterodyne.runtime.weights.unheld import UnheldWeights
 
 __all__ = ["OptimizerFactory", "StepResult", "Worker"]
 
@@ -205,7 +205,7 @@ class Worker:
             sharded=held.ownership.shards.keys(),
             sample=held.sample,
             optimizer=held.optimizer,
-            adopt=held.adopt,
+            replaced=held.replaced,
             switched=held.gradients.forget_unused,
             watch=watch,
             say=say,
@@ -409,6 +409,7 @@ class Worker:
     @contextmanager
     def _brought_together(self) -> Iterator[None]:
         """All copies of a weight are what the optimizer has made of it; what writes to weights inside is the runtime. Collective."""
+        self._model.replaced.take_over()
         with self._variants.writing():
             self._model.moves.bring_together()
             yield
@@ -441,11 +442,15 @@ class Worker:
 
     def unheld(self, named: Callable[[str], str]) -> UnheldWeights:
         """Guard what not every rank holds whole until that is released; ``named``: what the user calls a parameter of `module`."""
-        of = self.ownership
-        places = places_of_unheld(of, self.placement)
-        apart = of.shards.keys() if of.apart else ()
-        held = [n for n in places if of.holds(self.rank, n) and not of.box(self.rank, n) and n not in apart]
-        return UnheldWeights(self.module, places, of.shapes, named, held=held, device=self.device)
+        return UnheldWeights(
+            self.module,
+            self.ownership,
+            self.placement,
+            named,
+            replaced=lambda: self._model.replaced.count,
+            rank=self.rank,
+            device=self.device,
+        )
 
     def needs(self, keys: Sequence[str]) -> bool:
         """Whether `load_state_dict` reads on this rank what these keys lead to in a `state_dict`."""
@@ -476,6 +481,7 @@ class Worker:
 
     def require_as_left(self) -> None:
         """Raise PlanError if weights were changed since the last step in a way that the next one would not see."""
+        self._model.replaced.take_over()
         self._model.require_as_left()
 
     @contextmanager

@@ -35,11 +35,11 @@ class WholeWeights:
 
     def __init__(self, worker: Worker, session: Session, unheld: UnheldWeights, names: Sequence[str]) -> None:
         self._worker, self._session = worker, session
+        session.together(worker.require_as_left)
         stored = dict(stored_tensors(worker.module))
         unknown = [name for name in names if name not in stored]
         if unknown:
             raise HeterodyneError(f"the model has no parameter or buffer {unknown[0]!r}")
-        session.together(worker.require_as_left)
         self._tensors = {name: tensor for name, tensor in stored.items() if not names or name in names}
         _require_room(worker, session, self._tensors)
         self._stack = ExitStack()

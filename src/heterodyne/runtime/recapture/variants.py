@@ -23,13 +23,13 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.loss_count import LossCount
 from heterodyne.plan.check import require_valid
 from heterodyne.plan.realign import realigned
-from heterodyne.runtime import same_batch
 from heterodyne.runtime.assignment import Assignment
 from heterodyne.runtime.batch_work import BatchWork
 from heterodyne.runtime.comm.work import Work
 from heterodyne.runtime.exact.later_batches import LaterBatches
 from heterodyne.runtime.executor import Watch
 from heterodyne.runtime.recapture.read_state import Change, ReadState, State, portable
+from heterodyne.runtime.recapture.replaced_buffers import ReplacedBuffers
 from heterodyne.runtime.same_batch import is_looked_at
 from heterodyne.runtime.stages.stage_builder import StagePrograms
 from heterodyne.runtime.weights.between_steps import Sample, require_alike
@@ -121,28 +121,7 @@ class _Seen:
     read: ReadState
     variant: Variant
     changes: list[Change] = field(default_factory=list)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Rebound:
-    """A buffer that the script has put in the place of another.
-
-    Args:
-        held: what this rank holds of it.
-        before: what it held there before.
-        whole: all of it, on the meta device.
-    """
-
-    name: str
-    held: Tensor
-    before: Tensor
-    whole: Tensor
-    change: Change
-
-    def undo(self, module: nn.Module) -> None:
-        """Put the buffer from before in its place again."""
-        path, _, name = self.name.rpartition(".")
-        module.get_submodule(path)._buffers[name] = self.before
+    replaced: int = 0
 
 
 class _Compared:
@@ -180,7 +159,7 @@ class Variants:
         sharded: those that are updated in parts, so that one rank's optimizer may write to them and another's not.
         sample: a few values of what this rank holds, to compare with other ranks.
         optimizer: of this rank.
-        adopt: takes over the buffers that the script has put in the place of others, and returns what this rank holds of them.
+        replaced: the buffers that the script has put in the place of others.
         switched: is called when something else begins to run in training.
         watch: is informed of a capture, which takes long.
         say: takes a line for people.
@@ -197,7 +176,7 @@ class Variants:
         sharded: Collection[str],
         sample: Callable[[], Sample],
         optimizer: torch.optim.Optimizer,
-        adopt: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
+        replaced: ReplacedBuffers,
         switched: Callable[[], None],
         watch: Watch | None,
         say: Callable[[str], None],
@@ -210,7 +189,7 @@ class Variants:
         self._sharded = sharded
         self._sample = sample
         self._optimizer = optimizer
-        self._adopt = adopt
+        self._replaced = replaced
         self._switched = switched
         self._watch = watch
         self._say = say
@@ -221,7 +200,6 @@ class Variants:
         self._start = self._training.read.state
         self._parameters = self._training.read.parameters
         self._known: list[tuple[State, Variant]] = [(self._start, self.first)]
-        self._rebound: dict[str, _Rebound] = {}
         self._numbers: dict[str, None] = {}  # attributes that have changed, in order
         self._in_a_row = 0  # steps for each of which the model was captured, because of what is in `_row`
         self._row: frozenset[str] = frozenset()
@@ -270,8 +248,7 @@ class Variants:
         if changed and compared.equal():
             self._switch(seen, before)
         elif changed:  # what runs until the step is refused is what ran before
-            for rebound in self._rebound.values():
-                rebound.undo(self._module)
+            self._replaced.undo()
         self._written = written
         self._row = self._row if changed else frozenset()
 
@@ -311,7 +288,9 @@ class Variants:
         """What runs in evaluation, and the numbers that it is given; the module is in that mode. Raises PlanError as `step` does."""
         before, seen = self._start, self._evaluating
         if seen is None:
-            seen = self._evaluating = _Seen(ReadState(self._module), self.first)
+            self._replaced.take_over()
+            seen = self._evaluating = _Seen(ReadState(self._module), self.first, replaced=self._replaced.count)
+            seen.read.state = seen.read.state.also(self._replaced.shapes())
             seen.changes = self._all_changes(seen.read.state)
             changed = True
         else:
@@ -337,34 +316,22 @@ class Variants:
 
     def _look(self, seen: _Seen) -> bool:
         """Whether anything is another than at the last look in this mode."""
-        if seen.read.is_same():
+        if seen.read.is_same() and seen.replaced == self._replaced.count:
             return False
-        before, buffers, parameters = seen.read.state, seen.read.buffers, seen.read.parameters
-        seen.read.take()
-        rebound = {name: buffer for name, buffer in seen.read.buffers.items() if buffers.get(name) is not buffer}
-        for name, buffer in rebound.items():
-            if name not in self._rebound or self._rebound[name].held is not buffer:
-                self._rebound[name] = _rebound(name, buffer, buffers.get(name, buffer))
-        state = seen.read.state = seen.read.state.also(self._shapes_changed())
+        self._replaced.take_over()
+        replaced, seen.replaced = seen.replaced, self._replaced.count
+        before, parameters = seen.read.state, seen.read.parameters
+        state = seen.read.state = seen.read.take().also(self._replaced.shapes())
         same = parameters.keys() == seen.read.parameters.keys() and all(
             map(is_, parameters.values(), seen.read.parameters.values())
         )
-        if not rebound and same and not before.changes(state):
+        if replaced == seen.replaced and same and not before.changes(state):
             return False  # other objects of the same values
         seen.changes = self._all_changes(state)
         return True
 
-    def _shapes_changed(self) -> dict[str, object]:
-        """Shape and dtype of the buffers for which the script has put another tensor in the place of one of other shape or dtype."""
-        first = {b.name: (b.shape, b.dtype) for b in self.first.capture.graph.buffers} if self._rebound else {}
-        now = {
-            name: (tuple(rebound.whole.shape), str(rebound.whole.dtype).removeprefix("torch."))
-            for name, rebound in self._rebound.items()
-        }
-        return {f"shape and dtype of {name!r}": of for name, of in now.items() if of != first.get(name)}
-
     def _all_changes(self, state: State) -> list[Change]:
-        return [*self._start.changes(state), *(rebound.change for rebound in self._rebound.values())]
+        return [*self._start.changes(state), *self._replaced.changes]
 
     def _compare(self, changes: Sequence[Change], between: Sequence[Change] = (), *, look: bool = False) -> _Compared:
         """Start to compare with all ranks what has changed, and with those that have samples what the script has done ``between`` two
@@ -384,8 +351,7 @@ class Variants:
                     f"{name!r} is another parameter than when the model was distributed, which the optimizer does not know. Write into "
                     f"the one that is there (with torch.no_grad(): model.{name}.copy_(value)), or distribute the model again"
                 )
-        held = self._adopt({name: seen.read.buffers[name] for name in self._rebound if name in seen.read.buffers})
-        self._rebound |= {name: replace(self._rebound[name], held=buffer) for name, buffer in held.items()}
+        self._replaced.agreed()
         self._whole = self._find_whole()
         self._leave_weights()
         for known, variant in self._known:
@@ -401,8 +367,6 @@ class Variants:
             elif self._in_a_row <= MOST_IN_A_ROW or later is None or not later.asks:
                 self._numbers |= dict.fromkeys(before.numbers_changed(state))
                 seen.variant = self._captured(state, before.changes(state, modes=modes))
-        seen.read.take()  # adopted buffers are others
-        seen.read.state = state
 
     def _note_row(self, seen: _Seen, changes: Sequence[Change]) -> None:
         if seen is self._training:
@@ -430,10 +394,8 @@ class Variants:
         first = self.first.assignment
         if self._again is None:
             raise PlanError(f"{words} since the model was captured, and nothing here can capture it again")
-        capture = self._again(
-            self._module, {name: rebound.whole for name, rebound in self._rebound.items()}, list(self._numbers)
-        )
-        plan = realigned(first.plan, first.graph, capture.graph)
+        capture = self._again(self._module, self._replaced.whole, list(self._numbers))
+        plan = realigned(first.plan, first.graph, capture.graph, self._replaced.whole.keys())
         require_valid(plan, capture.graph, first.cluster)
         return capture, replace(first, graph=capture.graph, plan=plan)
 
@@ -468,11 +430,3 @@ def _options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 
 def _written(name: str) -> Change:
     return Change(name=repr(name), before="as the last step left it", after="written to")
-
-
-def _rebound(name: str, buffer: Tensor, before: Tensor) -> _Rebound:
-    values = "without values" if buffer.is_meta else same_batch.digest({"": buffer})
-    change = Change(
-        name=f"the buffer {name!r}", before="another tensor", after=f"one of {list(buffer.shape)} ({values})"
-    )
-    return _Rebound(name=name, held=buffer, before=before, whole=torch.empty_like(buffer, device="meta"), change=change)

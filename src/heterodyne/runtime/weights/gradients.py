@@ -32,7 +32,7 @@ from heterodyne.runtime.weights.between_steps import byte_sum
 from heterodyne.runtime.weights.flat_bucket import Entry, FlatBucket, size_of, view_of
 from heterodyne.runtime.weights.masters import MasterWeights
 
-__all__ = ["GradientBuckets", "require_no_hooks"]
+__all__ = ["GradientBuckets", "refusal_of_hook", "require_no_hooks"]
 
 
 class GradientBuckets:
@@ -389,7 +389,12 @@ def require_no_hooks(parameters: Mapping[str, nn.Parameter], *, ours: int = 0) -
                 "before, or leave its 'with'"
             )
         if parameter._backward_hooks or len(later) > ours:
-            raise CaptureError(
-                f"{name!r} has a hook on its gradient, which would see the gradients of parts of the batch in place of the whole. Remove "
-                "it: gradients are clipped by clip_grad_norm, and what shall not be trained can be a buffer, or be masked in forward"
-            )
+            raise CaptureError(refusal_of_hook(name))
+
+
+def refusal_of_hook(name: str) -> str:
+    """Return what to say of a hook on the gradient of that parameter."""
+    return (
+        f"{name!r} has a hook on its gradient, which would see the gradients of parts of the batch in place of the whole. Remove it: "
+        "gradients are clipped by clip_grad_norm, and what shall not be trained can be a buffer, or be masked in forward"
+    )

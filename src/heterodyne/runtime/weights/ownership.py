@@ -16,7 +16,7 @@ from heterodyne.plan.state_shards import Range, sharded_buckets
 __all__ = ["Ownership"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Ownership:
     """``owners``: for each parameter and buffer (canonical names) the ranks that hold it, or a box of it, those with samples first.
 
@@ -26,10 +26,10 @@ class Ownership:
     the weight itself too.
     """
 
-    owners: Mapping[str, tuple[int, ...]]
+    owners: dict[str, tuple[int, ...]]
     active: tuple[int, ...]
-    boxes: Mapping[str, Mapping[int, Box]] = field(default_factory=dict)
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    boxes: dict[str, Mapping[int, Box]] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     shards: Mapping[str, Mapping[Box, Mapping[int, Range]]] = field(default_factory=dict)
     apart: bool = False
 
@@ -55,6 +55,21 @@ class Ownership:
             boxes={name: {cluster.rank(device): box for device, box in of.items()} for name, of in cut.items()},
             shapes={stored.name: stored.shape for stored in (*graph.parameters, *graph.buffers)},
         )
+
+    def __post_init__(self) -> None:
+        self._planned = (dict(self.owners), dict(self.boxes), dict(self.shapes))
+
+    def fit(self, name: str, shape: tuple[int, ...]) -> None:
+        """Let a buffer have this shape now. One that the plan does not know, or of another shape, is held whole by each rank of it."""
+        owners, boxes, shapes = self._planned
+        self.shapes[name] = shape
+        self.boxes.pop(name, None)
+        if shapes.get(name) != shape:
+            self.owners[name] = self.active
+            return
+        self.owners[name] = owners[name]
+        if name in boxes:
+            self.boxes[name] = boxes[name]
 
     @cached_property
     def whole(self) -> bool:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NoReturn, SupportsIndex, cast
 
 import torch
@@ -21,10 +22,11 @@ from torch.utils import _pytree as pytree
 
 from heterodyne.errors import PlanError
 from heterodyne.runtime.placement import Placement
+from heterodyne.runtime.weights.gradients import refusal_of_hook
 from heterodyne.runtime.weights.materialise import stored_tensors
 from heterodyne.runtime.weights.ownership import Ownership
 
-__all__ = ["UnheldWeights", "places_of_unheld"]
+__all__ = ["UnheldWeights"]
 
 _OF_WHOLE = frozenset(
     {".shape", ".ndim", ".dtype", ".layout", ".nbytes", ".itemsize", ".is_sparse", ".is_quantized", ".is_nested"}
@@ -103,6 +105,8 @@ class _Guarded:
         if use in _OF_ITSELF or _is_for_optimizer(args, given):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **given)
+        if use in ("register_hook", "register_post_accumulate_grad_hook"):
+            raise PlanError(refusal_of_hook(unheld.name))
         return unheld.refuse(use)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
@@ -178,43 +182,59 @@ def _is_there(unheld: _Unheld, args: tuple[Any, ...], given: dict[str, Any]) -> 
     return here and dtype in (None, unheld.whole.dtype) and form is None
 
 
+@cache
+def _guarded_class(kind: type[Tensor]) -> type[Tensor]:
+    return cast(type[Tensor], types.new_class(f"Unheld{kind.__name__}", (_Guarded, kind)))
+
+
 class UnheldWeights:
     """The guards of the weights of one rank that it does not hold whole.
 
     Args:
         module: the model as it is on this rank.
-        places: by name, of those that not every rank holds whole, who holds them, in words.
-        held: of these the names of those that this rank holds.
-        shapes: their whole shapes.
         named: the user's name of each.
+        replaced: how often the script has put buffers in the place of others, and the runtime what this rank holds of them.
         device: of this process.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        places: Mapping[str, str],
-        shapes: Mapping[str, tuple[int, ...]],
+        ownership: Ownership,
+        placement: Placement,
         named: Callable[[str], str],
         *,
-        held: Collection[str],
+        replaced: Callable[[], int],
+        rank: int,
         device: torch.device,
     ) -> None:
-        kinds: dict[type[Tensor], type[Tensor]] = {}
+        self._module, self._ownership, self._placement = module, ownership, placement
+        self._named, self._replaced = named, replaced
+        self._rank, self._device = rank, device
         self._of: list[tuple[str, Tensor, type[Tensor], type[Tensor]]] = []
         self._lifted = 1
         self._there: frozenset[str] = frozenset()
-        for name, tensor in stored_tensors(module):
+        self._find()
+        self._guard()
+
+    def _find(self) -> None:
+        """Make the guards of the tensors that the module has now; they are lifted."""
+        self._found = self._replaced()
+        of, rank = self._ownership, self._rank
+        places = _places_of_unheld(of, self._placement)
+        apart = of.shards.keys() if of.apart else ()
+        guarded = {id(tensor): getattr(tensor, _ATTRIBUTE) for _, tensor, _, _ in self._of}
+        self._of.clear()
+        for name, tensor in stored_tensors(self._module):
             if name not in places:
                 continue
-            whole = torch.empty(shapes[name], dtype=tensor.dtype, device="meta")
-            unheld = _Unheld(name=named(name), place=places[name], whole=whole, device=device, held=name in held)
+            whole = torch.empty(of.shapes[name], dtype=tensor.dtype, device="meta")
+            held = of.holds(rank, name) and not of.box(rank, name) and name not in apart
+            unheld = guarded.get(id(tensor)) or _Unheld(
+                name=self._named(name), place=places[name], whole=whole, device=self._device, held=held
+            )
             setattr(tensor, _ATTRIBUTE, unheld)
-            own = type(tensor)
-            if own not in kinds:
-                kinds[own] = cast(type[Tensor], types.new_class(f"Unheld{own.__name__}", (_Guarded, own)))
-            self._of.append((name, tensor, own, kinds[own]))
-        self._guard()
+            self._of.append((name, tensor, type(tensor), _guarded_class(type(tensor))))
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
@@ -266,12 +286,14 @@ class UnheldWeights:
     def _guard(self) -> None:
         self._lifted -= 1
         if not self._lifted:
+            if self._found != self._replaced():
+                self._find()
             for name, tensor, _, guarded in self._of:
                 if name not in self._there:
                     tensor.__class__ = guarded
 
 
-def places_of_unheld(ownership: Ownership, placement: Placement) -> dict[str, str]:
+def _places_of_unheld(ownership: Ownership, placement: Placement) -> dict[str, str]:
     """Return, in words, who holds each parameter and buffer that not every rank holds whole.
 
     The same on every rank, also on those that hold one: a script that uses it is refused in the same line everywhere.
