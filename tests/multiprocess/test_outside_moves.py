@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -234,6 +236,43 @@ def test_validation_and_training_are_those_of_one_device(pool: Pool, name: str, 
         assert found[1] == pytest.approx(validated, rel=BAR)
         for tensor_name, tensor in state.items():
             torch.testing.assert_close(found[2][tensor_name], tensor, rtol=BAR, atol=BAR)
+
+
+def read_by_hand(world: World, found: ModelGraph, plan: Plan) -> tuple[str, float, bool]:
+    """What the script is told of weights that are moved in parts, and what they are once the parts have been exchanged."""
+    model = Labelled()
+    with start(world, model, plan, found, optimizer=OPTIMIZERS["schedule-free by .data"]) as trainer:
+        for number in range(3):
+            trainer.step(batch_of(SAMPLES, number))
+        weight = max(model.parameters(), key=Tensor.numel)
+        with torch.no_grad():
+            weight.mul_(0.5).mul_(2.0)
+            weight.clamp_(-100, 100)
+        copied = copy.deepcopy(model).state_dict()
+        equal = all(torch.equal(copied[name], tensor) for name, tensor in model.state_dict().items())
+        trainer.optimizer.eval()
+        with pytest.raises(PlanError) as refused, torch.no_grad():
+            weight.sum()
+        trainer.predict(batch_of(3))
+        return (
+            str(refused.value),
+            float(weight.detach().sum()),
+            equal and pickle.loads(pickle.dumps(weight)).shape == weight.shape,
+        )
+
+
+def test_weights_whose_parts_were_moved_are_not_read_before_they_are_exchanged(pool: Pool) -> None:
+    model = Labelled()
+    optimizer = OPTIMIZERS["schedule-free"](list(model.parameters()))
+    for number in range(3):
+        optimizer.zero_grad()
+        loss_of(model(batch_of(SAMPLES, number)[0]), batch_of(SAMPLES, number)[1]).backward()
+        optimizer.step()
+    optimizer.eval()
+    for told, read, copied in pool.run(3, read_by_hand, graph(), plans()["zero 1"]):
+        assert "has moved it outside of its step" in told
+        assert read == pytest.approx(float(max(model.parameters(), key=Tensor.numel).detach().sum()), rel=1e-4)
+        assert copied
 
 
 def refused(world: World, found: ModelGraph, plan: Plan) -> str:

@@ -133,7 +133,7 @@ class RankModel:
         )
         self._closing.callback(self.gradients.close)
         gathered = [a.index for a in assignment.program.ranks[rank] if a.kind == "GATHER" and a.index is not None]
-        self.moves = OutsideMoves(self.masters, self.gradients, communicator, gathered)
+        self.moves = OutsideMoves(self.masters, self.gradients, communicator, gathered, self.ownership.shards.keys())
         self._asked = Left(self.masters.updated)
         self.state = WorkerState(
             module,

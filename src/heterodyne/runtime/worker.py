@@ -31,6 +31,7 @@ from heterodyne.runtime.failed_lookups import told_with_place
 from heterodyne.runtime.out_of_memory import longer_than_planned, told_with_stage
 from heterodyne.runtime.placement import RankRole
 from heterodyne.runtime.rank_model import RankModel
+from heterodyne.runtime.recapture.script_writes import ScriptWrites
 from heterodyne.runtime.recapture.variants import Again, Capture, Variant, Variants
 from heterodyne.runtime.recapture.variants import Step as StepOfVariant
 from heterodyne.runtime.records.recorder import Recorder
@@ -44,9 +45,7 @@ from heterodyne.runtime.weights.average import WeightAverage
 from heterodyne.runtime.weights.between_steps import Sample
 from heterodyne.runtime.weights.held_state import Held
 from heterodyne.runtime.weights.materialise import Stored
-from heterodyne.runtime.weights.optimizer import (
-    OptimizerFactory,
-)
+from heterodyne.runtime.weights.optimizer import OptimizerFactory, moves_by_itself
 from heterodyne.runtime.weights.ownership import Ownership
 from heterodyne.runtime.weights.trainable import require_trained
 from heterodyne.runtime.weights.unheld import UnheldWeights
@@ -201,10 +200,8 @@ class Worker:
             variant_of(first, assignment, stages, cut=cut),
             make=make,
             again=again,
-            whole=held.whole_everywhere,
-            sharded=held.ownership.shards.keys(),
+            writes=ScriptWrites(held.whole_everywhere, held.ownership.shards.keys(), held.optimizer),
             sample=held.sample,
-            optimizer=held.optimizer,
             replaced=held.replaced,
             switched=held.gradients.forget_unused,
             watch=watch,
@@ -244,7 +241,7 @@ class Worker:
         now = self._variants.step(number)
         graph = now.variant.capture.graph
         require_trained(graph)
-        with self._variants.writing():
+        with self._variants.writes.excepted():
             self._model.moves.begin()
         work = self._work(batch, number, now)
         self._before = before = {name: buffer.clone() for name, buffer in self._model.statistics(graph).items()}
@@ -370,7 +367,7 @@ class Worker:
         return (loss * count if count else 0.0), count
 
     def _evaluate(self, batch: GlobalBatchLike) -> tuple[float, float]:
-        with self._variants.writing():
+        with self._variants.writes.excepted():
             self._model.moves.bring_together()
         with eval_mode(self.module):
             variant, numbers = self._variants.evaluation()
@@ -410,7 +407,7 @@ class Worker:
     def _brought_together(self) -> Iterator[None]:
         """All copies of a weight are what the optimizer has made of it; what writes to weights inside is the runtime. Collective."""
         self._model.replaced.take_over()
-        with self._variants.writing():
+        with self._variants.writes.excepted():
             self._model.moves.bring_together()
             yield
 
@@ -447,6 +444,7 @@ class Worker:
             self.ownership,
             self.placement,
             named,
+            moves=self._model.moves if moves_by_itself(self.optimizer) else None,
             replaced=lambda: self._model.replaced.count,
             rank=self.rank,
             device=self.device,
@@ -476,7 +474,7 @@ class Worker:
 
     def put(self, values: Mapping[str, Tensor]) -> None:
         """Set parameters and buffers to other values, whole and the same on every rank; the optimizer's state stays as it is."""
-        with self._variants.writing():
+        with self._variants.writes.excepted():
             self._model.state.put(values)
 
     def require_as_left(self) -> None:
@@ -487,7 +485,7 @@ class Worker:
     @contextmanager
     def lent(self) -> Iterator[None]:
         """While the block runs weights may be written, if at its end they are as they were, or were `put`."""
-        with self._variants.writing(), self._model.lent(look=is_looked_at(self.steps_done)):
+        with self._variants.writes.excepted(), self._model.lent(look=is_looked_at(self.steps_done)):
             yield
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -500,7 +498,7 @@ class Worker:
             (self._loaded if place in self._loaded else self._averages)[place].load(saved)
         self.steps_done = int(state["step"])
         self._model.leave(look=is_looked_at(self.steps_done))
-        self._variants.loaded()
+        self._variants.writes.leave()
         if self._model.scale is not None and "loss_scale" in state:
             self._model.scale.load_state_dict(state["loss_scale"])
 

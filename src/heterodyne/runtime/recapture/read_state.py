@@ -6,7 +6,6 @@ before each step whether one is another now: by identity, and tensors by their v
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from heterodyne.runtime.recapture.code_read import CodeRead, is_users
 from heterodyne.runtime.recapture.values_read import are_equal
 from heterodyne.runtime.recapture.walk import CALLED, HOOKS, Walk, quoted
 
-__all__ = ["Change", "ReadState", "State", "portable"]
+__all__ = ["Change", "ReadState", "State"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,14 +121,6 @@ class ReadState:
             for key in HOOKS:
                 found += vars(part)[key].values() if vars(part).get(key) else ()
         return found
-
-
-def portable(changes: Iterable[Change]) -> bytes:
-    """Return a digest of changes, equal on all ranks that have made the same ones."""
-    found = hashlib.blake2b(digest_size=8)
-    for change in sorted(changes, key=lambda change: change.name):
-        found.update(f"{change.name}\0{change.after}\0".encode())
-    return found.digest()
 
 
 def _is_number(value: object) -> bool:

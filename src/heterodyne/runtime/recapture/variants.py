@@ -8,14 +8,13 @@ each sends a digest of what it has seen change, and a change on one rank alone e
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import is_
 from typing import Protocol, TypeAlias, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from heterodyne.errors import HeterodyneError, PlanError
@@ -25,12 +24,12 @@ from heterodyne.plan.check import require_valid
 from heterodyne.plan.realign import realigned
 from heterodyne.runtime.assignment import Assignment
 from heterodyne.runtime.batch_work import BatchWork
-from heterodyne.runtime.comm.work import Work
 from heterodyne.runtime.exact.later_batches import LaterBatches
 from heterodyne.runtime.executor import Watch
-from heterodyne.runtime.recapture.read_state import Change, ReadState, State, portable
+from heterodyne.runtime.recapture.compared import Compared, disagreement
+from heterodyne.runtime.recapture.read_state import Change, ReadState, State
 from heterodyne.runtime.recapture.replaced_buffers import ReplacedBuffers
-from heterodyne.runtime.same_batch import is_looked_at
+from heterodyne.runtime.recapture.script_writes import ScriptWrites
 from heterodyne.runtime.stages.stage_builder import StagePrograms
 from heterodyne.runtime.weights.between_steps import Sample, require_alike
 from heterodyne.units import format_seconds
@@ -44,7 +43,6 @@ MOST = 8
 MOST_IN_A_ROW = 4
 """The model is captured for so many steps in a row, if something is another before each."""
 _MOST_NAMES = 3
-_BITS = 20  # of a digest: the sum of squares over 1,024 ranks is still exact in float64
 
 
 class Numbers(Protocol):
@@ -124,29 +122,6 @@ class _Seen:
     replaced: int = 0
 
 
-class _Compared:
-    """Digests of what all ranks have seen change, on their way."""
-
-    def __init__(self, ranks: int, sums: Tensor, sent: Work | None) -> None:
-        self._ranks, self._sums, self._sent = ranks, sums, sent
-
-    def equal(self) -> bool:
-        """Whether all ranks have seen the same."""
-        _, *sums = self._received()
-        # Of equal digests, and of no others, the squares are so large (Cauchy-Schwarz).
-        return all(ranks * squares == total**2 for ranks, total, squares in (sums[:3], sums[3:]))
-
-    def look(self) -> bool:
-        """Whether any rank asks for weights to be compared; alone it has nobody to compare them with."""
-        return self._ranks > 1 and self._received()[0] > 0
-
-    def _received(self) -> list[int]:
-        if self._sent is not None:
-            self._sent.wait()
-            self._sent = None
-        return [int(value) for value in self._sums.tolist()]
-
-
 class Variants:
     """Of one rank. Every method is called by all ranks together.
 
@@ -155,10 +130,8 @@ class Variants:
         first: what runs in the state that it is in.
         make: what runs of a capture under a plan. Collective.
         again: captures the module as it is now; None: what changes is refused where pieces of a graph run.
-        whole: returns the parameters and buffers that every rank holds whole, by name.
-        sharded: those that are updated in parts, so that one rank's optimizer may write to them and another's not.
+        writes: of the script, to weights and to options of the optimizer.
         sample: a few values of what this rank holds, to compare with other ranks.
-        optimizer: of this rank.
         replaced: the buffers that the script has put in the place of others.
         switched: is called when something else begins to run in training.
         watch: is informed of a capture, which takes long.
@@ -172,10 +145,8 @@ class Variants:
         *,
         make: Callable[[Capture, Assignment], Variant],
         again: Again | None,
-        whole: Callable[[], Mapping[str, Tensor]],
-        sharded: Collection[str],
+        writes: ScriptWrites,
         sample: Callable[[], Sample],
-        optimizer: torch.optim.Optimizer,
         replaced: ReplacedBuffers,
         switched: Callable[[], None],
         watch: Watch | None,
@@ -184,16 +155,14 @@ class Variants:
         self._module = module
         self._make = make
         self._again = again
-        self._find_whole = whole
-        self._whole = whole()
-        self._sharded = sharded
+        self.writes = writes
         self._sample = sample
-        self._optimizer = optimizer
         self._replaced = replaced
         self._switched = switched
         self._watch = watch
         self._say = say
         self._communicator = first.assignment.communicator
+        self._trains = bool(first.assignment.role.micro_batches.samples)
         self.first = first
         self._training = _Seen(ReadState(module), self.first)
         self._evaluating: _Seen | None = None
@@ -203,10 +172,6 @@ class Variants:
         self._numbers: dict[str, None] = {}  # attributes that have changed, in order
         self._in_a_row = 0  # steps for each of which the model was captured, because of what is in `_row`
         self._row: frozenset[str] = frozenset()
-        self._written: list[str] = []  # weights, before the latest step
-        self._between: list[Change] = []  # of weights and of the optimizer's options, before the latest step
-        self._pending: dict[str, None] = {}  # weights that the script had written to when the runtime did
-        self.loaded()
 
     @property
     def running(self) -> Variant:
@@ -215,41 +180,19 @@ class Variants:
 
     def leave(self) -> None:
         """A step has ended: what changed in it is not the script's doing, and from here on whatever changes anything is."""
-        self.loaded()
+        self.writes.leave()
         self._training.read.leave()
-
-    def loaded(self) -> None:
-        """Weights and options of the optimizer were loaded."""
-        self._pending.clear()
-        self._options = _options(self._optimizer)
-        self._leave_weights()
-
-    def _leave_weights(self) -> None:
-        self._versions = [tensor._version for tensor in self._whole.values()]
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """What writes to weights inside is the runtime: it brings ranks that do not train up to date."""
-        pending = dict.fromkeys(self._names_written())
-        try:
-            yield
-        finally:
-            self._leave_weights()
-            self._pending = pending
 
     def step(self, number: int) -> Step:
         """What the next step runs. Raises PlanError, on all ranks, for a change that cannot be followed."""
         seen = self._training
         before, changed = seen.read.state, self._look(seen)
-        written = self._names_written()
-        look = bool(written) and (written != self._written or is_looked_at(number))
-        self._between = [*self._options_changed(), *(_written(name) for name in written if name not in self._sharded)]
-        compared = self._compare(seen.changes, self._between, look=look)
+        look = self.writes.find(number)
+        compared = Compared(self._communicator, seen.changes, self.writes.found if self._trains else None, look=look)
         if changed and compared.equal():
             self._switch(seen, before)
         elif changed:  # what runs until the step is refused is what ran before
             self._replaced.undo()
-        self._written = written
         self._row = self._row if changed else frozenset()
 
         def agreed() -> bool:
@@ -267,23 +210,6 @@ class Variants:
         if seen.variant is not running:
             self._switched()
 
-    def _names_written(self) -> list[str]:
-        """Which weights, of those that are whole on all ranks, the script has written to since the last step."""
-        now = [tensor._version for tensor in self._whole.values()]
-        if now == self._versions and not self._pending:
-            return []
-        written = [n for n, left, new in zip(self._whole, self._versions, now, strict=False) if left != new]
-        return sorted(self._pending.keys() | set(written))
-
-    def _options_changed(self) -> list[Change]:
-        """Options of the optimizer that are others than the last step has left them."""
-        now, left = _options(self._optimizer), self._options
-        return [
-            Change(name=f"the optimizer's {name!r}", before=repr(left.get(name)), after=repr(now.get(name)))
-            for name in (now.keys() | left.keys() if now != left else ())
-            if now.get(name) != left.get(name)
-        ]
-
     def evaluation(self) -> tuple[Variant, Mapping[str, Tensor]]:
         """What runs in evaluation, and the numbers that it is given; the module is in that mode. Raises PlanError as `step` does."""
         before, seen = self._start, self._evaluating
@@ -295,24 +221,15 @@ class Variants:
             changed = True
         else:
             before, changed = seen.read.state, self._look(seen)
-        if not self._compare(seen.changes).equal():
-            raise self.disagreement(evaluating=True)
+        if not Compared(self._communicator, seen.changes).equal():
+            raise disagreement(self._communicator, seen.changes)
         if changed:
             self._follow(seen, before, modes=False)
         return seen.variant, seen.variant.capture.tensors(seen.read.state)
 
-    def disagreement(self, *, evaluating: bool = False) -> PlanError:
-        """Return what to say of changes that not all ranks have made. Collective."""
-        seen = self._evaluating if evaluating and self._evaluating is not None else self._training
-        told = {str(change) for change in (*seen.changes, *(() if evaluating else self._between))}
-        of_all: list[set[str]] = self._communicator.all_gather_object(told)
-        alone = sorted(of_all[0].union(*of_all) - of_all[0].intersection(*of_all))
-        ranks = [rank for rank, of in enumerate(of_all) if alone and alone[0] in of]
-        what = alone[0] if alone else "something that forward or loss reads was changed"
-        return PlanError(
-            f"{what}, on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} alone: the ranks would train different "
-            "models. Change what forward and loss read alike on every rank, before the same step (no 'if rank == 0')"
-        )
+    def disagreement(self) -> PlanError:
+        """Return what to say of changes before the latest step that not all ranks have made. Collective."""
+        return disagreement(self._communicator, [*self._training.changes, *self.writes.found])
 
     def _look(self, seen: _Seen) -> bool:
         """Whether anything is another than at the last look in this mode."""
@@ -333,14 +250,6 @@ class Variants:
     def _all_changes(self, state: State) -> list[Change]:
         return [*self._start.changes(state), *self._replaced.changes]
 
-    def _compare(self, changes: Sequence[Change], between: Sequence[Change] = (), *, look: bool = False) -> _Compared:
-        """Start to compare with all ranks what has changed, and with those that have samples what the script has done ``between`` two
-        steps to weights and optimizer. ``look``: this rank asks for weights to be compared."""
-        ranks = self._communicator.world_size
-        trains = bool(self.first.assignment.role.micro_batches.samples)
-        sums = torch.tensor([look, *_sums(changes), *(_sums(between) if trains else (0, 0, 0))], dtype=torch.float64)
-        return _Compared(ranks, sums, self._communicator.control.all_reduce(sums) if ranks > 1 else None)
-
     def _follow(self, seen: _Seen, before: State, *, modes: bool) -> None:
         """Let what runs be that of the state as it is now. Raises PlanError or CaptureError, on all ranks if on any."""
         state = seen.read.state
@@ -352,8 +261,7 @@ class Variants:
                     f"the one that is there (with torch.no_grad(): model.{name}.copy_(value)), or distribute the model again"
                 )
         self._replaced.agreed()
-        self._whole = self._find_whole()
-        self._leave_weights()
+        self.writes.find_weights()
         for known, variant in self._known:
             if variant.capture.holds(known, state, modes=modes):
                 seen.variant = variant
@@ -410,23 +318,3 @@ class Variants:
                 "each device runs the whole model (plan='data')"
             ) from error
         return found[0]
-
-
-def _sums(changes: Sequence[Change]) -> tuple[int, int, int]:
-    """Return what ranks add up to compare digests: of this one its number, its digest and the square of that."""
-    digest = int.from_bytes(portable(changes), "big") >> (64 - _BITS) if changes else 0
-    return 1, digest, digest**2
-
-
-def _options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Return the numbers among the options of each group."""
-    return {
-        f"{key} of group {number}": value
-        for number, group in enumerate(optimizer.param_groups)
-        for key, value in group.items()
-        if isinstance(value, int | float | str | tuple)
-    }
-
-
-def _written(name: str) -> Change:
-    return Change(name=repr(name), before="as the last step left it", after="written to")

@@ -23,6 +23,7 @@ __all__ = [
     "learning_rate",
     "load_state_by_name",
     "make_optimizer",
+    "moves_by_itself",
     "norms_and_biases",
     "optimizer_of",
     "require_kept_by_name",
@@ -260,3 +261,10 @@ def initialise_state(optimizer: torch.optim.Optimizer) -> None:
 
 def _copied(value: Tensor, parameter: nn.Parameter) -> Tensor:
     return value.detach().to(device=parameter.device, copy=True)
+
+
+def moves_by_itself(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether it has methods that torch's optimizers do not have: they may move weights outside of its step."""
+    kinds = [kind for kind in type(optimizer).__mro__ if not kind.__module__.startswith("torch.")]
+    made = {name for kind in kinds for name, value in vars(kind).items() if callable(value)}
+    return any(not name.startswith("_") for name in made - set(dir(torch.optim.Optimizer)))

@@ -7,7 +7,7 @@ these get the new values; after such a move they get them here, at the next call
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,10 +23,11 @@ _VALUES = 8  # of each tensor, for what is written through .data, which nothing 
 
 
 class Left:
-    """How tensors were left: their counters of writes, their places, and a few values of each."""
+    """How tensors were left: their counters of writes, their places, and a few values of each, unless without ``values``."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], *, values: bool = True) -> None:
         self._tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+        self._compares_values = values
         self._places: list[int] = []
         self._views: list[Tensor] = []
         self.leave()
@@ -36,7 +37,7 @@ class Left:
         """Note how they are now. The host does not wait for a device."""
         self._counted = _counted(self._tensors.values())
         places = [place for _, place in self._counted]
-        if places != self._places:
+        if places != self._places and self._compares_values:
             self._views = [_some(tensor) for tensor in self._tensors.values()]
             self._places = places
         self._values = torch.cat(self._views) if self._views else torch.empty(0)
@@ -50,14 +51,18 @@ class Left:
         """Whether any of the values differ, which the host does not wait for."""
         return (torch.cat(self._views) != self._values).any() if self._views else torch.tensor(False)
 
+    def is_other(self) -> bool:
+        """Whether any has changed. The host waits for a device."""
+        return self.is_counted() or bool(self.has_other_values())
+
     @torch.no_grad()
     def changed(self) -> list[str]:
         """Return the names of those that have changed. The host waits for a device."""
         counted = _counted(self._tensors.values())
-        if counted == self._counted and not self.has_other_values():
+        if not self.is_other():
             return []
         before = torch.split(self._values, [view.numel() for view in self._views])
-        other = [bool((a != b).any()) for a, b in zip(self._views, before, strict=True)]
+        other = [bool((a != b).any()) for a, b in zip(self._views, before, strict=True)] or [False] * len(counted)
         written = [a != b for a, b in zip(counted, self._counted, strict=True)]
         return [name for name, *of in zip(self._tensors, other, written, strict=True) if any(of)]
 
@@ -79,6 +84,7 @@ class OutsideMoves:
 
     Args:
         gathered: the buckets of this rank that a step gathers after its update, in that order.
+        sharded: the names of the weights that one rank updates and others hold, too.
 
     ``marked``: whether a move was seen since the last step, on any rank; then another is likely to come before the next one.
 
@@ -92,23 +98,44 @@ class OutsideMoves:
         gradients: GradientBuckets,
         communicator: Communicator,
         gathered: Sequence[int],
+        sharded: Collection[str],
     ) -> None:
         self._masters = masters
         self._gradients = gradients
         self._communicator = communicator
         self._gathered = gathered
-        self._left = Left(masters.apart)
-        self._anywhere = any(communicator.all_gather_object(bool(masters.apart)))
+        self._watched = {n: t for n, t in masters.updated.items() if n in masters.apart or n in sharded}
+        self._left = Left(self._watched)
+        self._read: Left | None = None
+        self._anywhere = any(communicator.all_gather_object(bool(self._watched)))
         self._moved = False  # so that others have to be asked
         self._late = False  # the step under way began with other weights
         self._other_values: Tensor | None = None
         self._fault: str | None = None
         self.marked = False
 
+    def watch_reads(self) -> None:
+        """From here on `are_stale` is asked before the script reads weights between two calls, and `written` is called after each read."""
+        self._read = Left(self._watched)
+
+    def are_stale(self) -> bool:
+        """Whether this rank's optimizer has moved weights outside of its step that the ranks have not exchanged."""
+        return self._moved or (self._read is not None and self._read.is_other())
+
+    def written(self) -> None:
+        """What has changed since `are_stale` was asked was written by the script to the model's own weights, which ranks hold whole."""
+        if self._read is not None and self._read.is_counted():
+            self._read.leave()
+
     def leave(self) -> None:
         """A step has left the weights as they are; what the optimizer moves from here on is outside of it."""
         self.marked = False
+        self._leave()
+
+    def _leave(self) -> None:
         self._left.leave()
+        if self._read is not None:
+            self._read.leave()
 
     def begin(self) -> None:
         """A step begins: the model gets what was moved of copies, as far as writes are counted; values are compared meanwhile."""
@@ -129,10 +156,10 @@ class OutsideMoves:
     def _give(self) -> bool:
         """Give the model what was moved of copies; whether there was any."""
         names = self._left.changed()
-        self._fault = self._masters.give(names) or self._fault
+        self._fault = self._masters.give(name for name in names if name in self._masters.apart) or self._fault
         given = not self._masters.own_memory.isdisjoint(names)
         self._moved |= bool(names) and (given or bool(self._gathered) or self._fault is not None)
-        self._left.leave()
+        self._leave()
         return given
 
     def bring_together(self) -> None:
@@ -173,4 +200,4 @@ class OutsideMoves:
             for bucket in self._gathered:
                 self._gradients.gather(bucket)
             self._gradients.wait_gathered()
-        self._left.leave()
+        self._leave()

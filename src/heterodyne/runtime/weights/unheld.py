@@ -8,6 +8,7 @@ runtime works, the class is the tensor's own again.
 
 from __future__ import annotations
 
+import copy
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator
@@ -24,6 +25,7 @@ from heterodyne.errors import PlanError
 from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.weights.gradients import refusal_of_hook
 from heterodyne.runtime.weights.materialise import stored_tensors
+from heterodyne.runtime.weights.outside_moves import OutsideMoves
 from heterodyne.runtime.weights.ownership import Ownership
 
 __all__ = ["UnheldWeights"]
@@ -42,6 +44,7 @@ _OF_ITSELF = frozenset(
 )
 
 _ATTRIBUTE = "_unheld"
+_IN_PARTS = "each rank updates a part of it, and the optimizer has moved it outside of its step, so that the parts have not been exchanged"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -54,6 +57,7 @@ class _Unheld:
         device: of this rank.
         held: this rank holds all of it, so that the optimizer of this rank may use it.
         cleared: no step has been since its gradient was set to None, or at all.
+        moves: of the optimizer that updates it in parts, held whole, but for these; None: it is not held whole.
     """
 
     name: str
@@ -62,6 +66,7 @@ class _Unheld:
     device: torch.device
     held: bool
     cleared: bool = True
+    moves: OutsideMoves | None = None
 
     def refuse(self, use: str) -> NoReturn:
         """Raise PlanError for this use of the tensor's values."""
@@ -88,7 +93,14 @@ class _Guarded:
     ) -> Any:
         given = kwargs or {}
         use = _use(function)
-        tensor = next((leaf for leaf in pytree.tree_leaves((args, given)) if isinstance(leaf, _Guarded)), None)
+        guarded = [leaf for leaf in pytree.tree_leaves((args, given)) if isinstance(leaf, _Guarded)]
+        tensor = next((leaf for leaf in guarded if not _is_up_to_date(leaf)), None)
+        if tensor is None and guarded:
+            with torch._C.DisableTorchFunctionSubclass():
+                found = function(*args, **given)
+                for moves in {unheld.moves for unheld in map(_unheld_of, guarded) if unheld.moves is not None}:
+                    moves.written()
+                return found
         if tensor is None:
             raise PlanError(f"{use} needs the values of a weight that this rank does not hold whole under this plan")
         unheld = _unheld_of(tensor)
@@ -109,17 +121,29 @@ class _Guarded:
             raise PlanError(refusal_of_hook(unheld.name))
         return unheld.refuse(use)
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        _unheld_of(self).refuse("copy.deepcopy")
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if not _is_up_to_date(self):
+            _unheld_of(self).refuse("copy.deepcopy")
+        with _ordinary(self) as tensor:
+            return copy.deepcopy(tensor, memo)
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        _unheld_of(self).refuse("a copy or a file of the model (copy, pickle, torch.save)")
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        if not _is_up_to_date(self):
+            _unheld_of(self).refuse("a copy or a file of the model (copy, pickle, torch.save)")
+        with _ordinary(self) as tensor:
+            return tensor.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:
         unheld = _unheld_of(self)
+        if _is_up_to_date(self):
+            with _ordinary(self) as tensor:
+                return repr(tensor)
         return f"<{unheld.name}: {tuple(unheld.whole.shape)} {unheld.whole.dtype}, {unheld.place}>"
 
     def __format__(self, form: str) -> str:
+        if _is_up_to_date(self):
+            with _ordinary(self) as tensor:
+                return format(tensor, form)
         if form:
             _unheld_of(self).refuse(f"format {form!r}")
         return repr(self)
@@ -127,6 +151,25 @@ class _Guarded:
 
 def _unheld_of(tensor: object) -> _Unheld:
     return cast(_Unheld, getattr(tensor, _ATTRIBUTE))
+
+
+def _is_up_to_date(tensor: object) -> bool:
+    moves = _unheld_of(tensor).moves
+    with torch._C.DisableTorchFunctionSubclass():  # it reads such tensors itself
+        return moves is not None and not moves.are_stale()
+
+
+@contextmanager
+def _ordinary(guarded: object) -> Iterator[Tensor]:
+    """The tensor is one of its own class while the block runs."""
+    tensor, unheld, kind = cast(Tensor, guarded), _unheld_of(guarded), type(guarded)
+    tensor.__class__ = cast(type[Tensor], kind.__mro__[2])
+    delattr(tensor, _ATTRIBUTE)
+    try:
+        yield tensor
+    finally:
+        setattr(tensor, _ATTRIBUTE, unheld)
+        tensor.__class__ = cast(type[Tensor], kind)
 
 
 def _use(function: Callable[..., Any]) -> str:
@@ -193,6 +236,7 @@ class UnheldWeights:
     Args:
         module: the model as it is on this rank.
         named: the user's name of each.
+        moves: of an optimizer that may move weights outside of its step; None: it does not.
         replaced: how often the script has put buffers in the place of others, and the runtime what this rank holds of them.
         device: of this process.
     """
@@ -204,16 +248,19 @@ class UnheldWeights:
         placement: Placement,
         named: Callable[[str], str],
         *,
+        moves: OutsideMoves | None,
         replaced: Callable[[], int],
         rank: int,
         device: torch.device,
     ) -> None:
         self._module, self._ownership, self._placement = module, ownership, placement
-        self._named, self._replaced = named, replaced
+        self._named, self._moves, self._replaced = named, moves, replaced
         self._rank, self._device = rank, device
         self._of: list[tuple[str, Tensor, type[Tensor], type[Tensor]]] = []
         self._lifted = 1
         self._there: frozenset[str] = frozenset()
+        if moves is not None:
+            moves.watch_reads()
         self._find()
         self._guard()
 
@@ -222,16 +269,22 @@ class UnheldWeights:
         self._found = self._replaced()
         of, rank = self._ownership, self._rank
         places = _places_of_unheld(of, self._placement)
+        in_parts = {} if self._moves is None or of.apart else dict.fromkeys(of.shards.keys() - places, _IN_PARTS)
         apart = of.shards.keys() if of.apart else ()
         guarded = {id(tensor): getattr(tensor, _ATTRIBUTE) for _, tensor, _, _ in self._of}
         self._of.clear()
         for name, tensor in stored_tensors(self._module):
-            if name not in places:
+            if name not in places and name not in in_parts:
                 continue
             whole = torch.empty(of.shapes[name], dtype=tensor.dtype, device="meta")
             held = of.holds(rank, name) and not of.box(rank, name) and name not in apart
             unheld = guarded.get(id(tensor)) or _Unheld(
-                name=self._named(name), place=places[name], whole=whole, device=self._device, held=held
+                name=self._named(name),
+                place=(places | in_parts)[name],
+                whole=whole,
+                device=self._device,
+                held=held,
+                moves=self._moves if name in in_parts else None,
             )
             setattr(tensor, _ATTRIBUTE, unheld)
             self._of.append((name, tensor, type(tensor), _guarded_class(type(tensor))))

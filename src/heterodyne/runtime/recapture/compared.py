@@ -1,0 +1,76 @@
+"""Whether all ranks have seen the same change: digests, added up by one asynchronous all-reduce."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from heterodyne.errors import PlanError
+from heterodyne.runtime.comm.communicator import Communicator
+from heterodyne.runtime.recapture.read_state import Change
+
+__all__ = ["Compared", "disagreement"]
+
+_BITS = 20  # of a digest: the sum of squares over 1,024 ranks is still exact in float64
+
+
+class Compared:
+    """What all ranks have seen change, on its way. Making one is collective.
+
+    Args:
+        changes: of what forward and loss read, compared among all ranks.
+        between: what the script did between two steps to weights and optimizer, compared among those that have samples; None on others.
+        look: this rank asks for values of weights to be compared.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        changes: Sequence[Change],
+        between: Sequence[Change] | None = None,
+        *,
+        look: bool = False,
+    ) -> None:
+        self._ranks = communicator.world_size
+        of_those = (0, 0, 0) if between is None else _sums(between)
+        self._sums = torch.tensor([look, *_sums(changes), *of_those], dtype=torch.float64)
+        self._sent = communicator.control.all_reduce(self._sums) if self._ranks > 1 else None
+
+    def equal(self) -> bool:
+        """Whether all ranks have seen the same."""
+        _, *sums = self._received()
+        # Of equal digests, and of no others, the squares are so large (Cauchy-Schwarz).
+        return all(ranks * squares == total**2 for ranks, total, squares in (sums[:3], sums[3:]))
+
+    def look(self) -> bool:
+        """Whether any rank asks for weights to be compared; alone it has nobody to compare them with."""
+        return self._ranks > 1 and self._received()[0] > 0
+
+    def _received(self) -> list[int]:
+        if self._sent is not None:
+            self._sent.wait()
+            self._sent = None
+        return [int(value) for value in self._sums.tolist()]
+
+
+def disagreement(communicator: Communicator, changes: Iterable[Change]) -> PlanError:
+    """Return what to say of changes that not all ranks have made. Collective."""
+    of_all: list[set[str]] = communicator.all_gather_object(set(map(str, changes)))
+    alone = sorted(of_all[0].union(*of_all) - of_all[0].intersection(*of_all))
+    ranks = [rank for rank, of in enumerate(of_all) if alone and alone[0] in of]
+    what = alone[0] if alone else "something that forward or loss reads was changed"
+    return PlanError(
+        f"{what}, on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} alone: the ranks would train different "
+        "models. Change what forward and loss read alike on every rank, before the same step (no 'if rank == 0')"
+    )
+
+
+def _sums(changes: Iterable[Change]) -> tuple[int, int, int]:
+    """Return what ranks add up to compare digests: of this one its number, its digest and the square of that."""
+    found = hashlib.blake2b(digest_size=8)
+    lines = [f"{change.name}\0{change.after}\0" for change in sorted(changes, key=lambda change: change.name)]
+    found.update("".join(lines).encode())
+    digest = int.from_bytes(found.digest(), "big") >> (64 - _BITS) if lines else 0
+    return 1, digest, digest**2
