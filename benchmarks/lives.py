@@ -65,13 +65,13 @@ def main() -> int:
 
     with ThreadPoolExecutor(len(made)) as executor:
         list(executor.map(run, sorted(groups.values(), key=len, reverse=True)))
+    results.rows.sort(key=lambda row: int(row["what"].split()[1]))
     if options.only is None:
         step_s, look_s = made[0].run(2, watching)[0]
         results.row("watching", step_s=step_s, look_s=look_s, modules=65)
         results.bar("looking for changes, of a step of a small transformer", look_s / step_s, "<= 0.01")
     for pool in made:
         pool.close()
-    results.rows.sort(key=lambda row: int(row["what"].split()[1]))
     if options.only is not None:
         print(found[options.only].told)
     summary(results, lives, found)
