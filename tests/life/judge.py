@@ -134,11 +134,14 @@ def _stopped(course: _Course, part: int, records: Sequence[Record]) -> Outcome:
     if not any(refused) or any(text in crashed for text in causes if not any(words in text for words in LOST_ANOTHER)):
         return course.ended("traceback", causes[0] if causes else "")
     told = causes[0]
-    if not all(refused) or len({len(record.values) for record in records}) > 1:
+    own = [
+        record for record in records if record.refused and not any(words in record.refused for words in LOST_ANOTHER)
+    ]
+    if not own or not all(refused) or len({len(record.values) for record in own}) > 1:
         return course.ended("nameless", " | ".join((f"refused on some ranks alone: {told}", *causes[1:2])))
     # Nothing was wrong so far: it may be any change that it names.
     changes = [line for line in reversed(course.lines) if line.kind != "step"]
-    named = [line for line in changes if all(_names(course.life, line, part, text) for text in refused)]
+    named = [line for line in changes if all(_names(course.life, line, part, record.refused) for record in own)]
     return course.ended("refused", told, (named[0].kind,)) if named else course.ended("nameless", told)
 
 
@@ -149,7 +152,7 @@ def _names(life: Life, change: Line, part: int, told: str) -> bool:
         first = number_of(lines.index(change))
         if any(f"{SCRIPT}:{first + n}:" in told for n, _ in enumerate(change.line.splitlines())):
             return True
-    names = change.names
+    names = (*change.names, "'training' was True and is False") if change.kind in READING else change.names
     if "*" in names:
         names = tuple(name for name, _ in SUBJECTS[life.subject].made()[0].named_parameters())
     return any(name in told for name in names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import io
 import tempfile
 from collections.abc import Iterable
@@ -112,6 +113,13 @@ def _alone(life: Life) -> list[Record]:
 
 def together(world: World, life: Life, part: int, graph: ModelGraph, folder: str) -> Record:
     """A part of the life on one rank."""
+    record = _together(world, life, part, graph, folder)
+    if record.refused:
+        gc.collect()  # process groups close with what holds them: a rank that waits for this one hears of it, without a watchdog
+    return record
+
+
+def _together(world: World, life: Life, part: int, graph: ModelGraph, folder: str) -> Record:
     subject, (kind, lines) = SUBJECTS[life.subject], life.parts[part]
     model, criterion = subject.made()
     cluster = cluster_of(world.world_size)

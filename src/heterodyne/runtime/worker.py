@@ -200,7 +200,11 @@ class Worker:
             variant_of(first, assignment, stages, cut=cut),
             make=make,
             again=again,
-            writes=ScriptWrites(held.whole_everywhere, held.ownership.shards.keys(), held.optimizer),
+            writes=ScriptWrites(
+                held.whole_everywhere,
+                held.ownership.shards.keys() if moves_by_itself(held.optimizer) else (),
+                held.optimizer,
+            ),
             sample=held.sample,
             replaced=held.replaced,
             switched=held.gradients.forget_unused,
@@ -342,7 +346,7 @@ class Worker:
         Idle ranks get the loss and no gradients. The gradients are views, good until the next call.
         """
         self._model.require_as_left()
-        self._model.moves.bring_together()
+        self._bring_together()
         now = self._variants.step(step)
         work = self._work(batch, step, now)
         loss = self._executor.run(work, update=False)
@@ -367,8 +371,7 @@ class Worker:
         return (loss * count if count else 0.0), count
 
     def _evaluate(self, batch: GlobalBatchLike) -> tuple[float, float]:
-        with self._variants.writes.excepted():
-            self._model.moves.bring_together()
+        self._bring_together()
         with eval_mode(self.module):
             variant, numbers = self._variants.evaluation()
             batches = variant.batches
@@ -406,10 +409,14 @@ class Worker:
     @contextmanager
     def _brought_together(self) -> Iterator[None]:
         """All copies of a weight are what the optimizer has made of it; what writes to weights inside is the runtime. Collective."""
+        self._bring_together()
+        with self._variants.writes.excepted():
+            yield
+
+    def _bring_together(self) -> None:
         self._model.replaced.take_over()
         with self._variants.writes.excepted():
             self._model.moves.bring_together()
-            yield
 
     def _of_averages(self, *, on_keeper: bool) -> dict[str, Any]:
         found = {str(number): average.state(on_keeper=on_keeper) for number, average in enumerate(self._averages)}
@@ -434,8 +441,8 @@ class Worker:
 
     def sample(self) -> Sample:
         """A few values of the weights and buffers that other ranks must have alike. Collective."""
-        self._model.moves.bring_together()
-        return self._model.sample()
+        with self._brought_together():
+            return self._model.sample()
 
     def unheld(self, named: Callable[[str], str]) -> UnheldWeights:
         """Guard what not every rank holds whole until that is released; ``named``: what the user calls a parameter of `module`."""
@@ -444,6 +451,7 @@ class Worker:
             self.ownership,
             self.placement,
             named,
+            optimizer=self.optimizer,
             moves=self._model.moves if moves_by_itself(self.optimizer) else None,
             replaced=lambda: self._model.replaced.count,
             rank=self.rank,

@@ -20,19 +20,19 @@ class ScriptWrites:
 
     Args:
         whole: returns the parameters and buffers that every rank holds whole, by name.
-        sharded: those that are updated in parts, so that one rank's optimizer may write to them and another's not.
+        moved: those that one rank's optimizer may write to outside of its step, and another's not.
     """
 
     def __init__(
         self,
         whole: Callable[[], Mapping[str, Tensor]],
-        sharded: Collection[str],
+        moved: Collection[str],
         optimizer: torch.optim.Optimizer,
     ) -> None:
         self._find_whole = whole
         self._written: list[str] = []  # before the latest step
         self._pending: dict[str, None] = {}  # weights that the script had written to when the runtime did
-        self._sharded = sharded
+        self._moved = moved
         self._optimizer = optimizer
         self.found: list[Change] = []
         """Of weights and options, before the latest step."""
@@ -65,7 +65,7 @@ class ScriptWrites:
         written to than before, then now and then."""
         written = self._names()
         look = bool(written) and (written != self._written or is_looked_at(step))
-        self.found = [*self._options_changed(), *(_written(name) for name in written if name not in self._sharded)]
+        self.found = [*self._options_changed(), *(_written(name) for name in written if name not in self._moved)]
         self._written = written
         return look
 

@@ -55,7 +55,7 @@ class _Unheld:
         place: which ranks hold what of it.
         whole: a tensor of its whole shape on the meta device.
         device: of this rank.
-        held: this rank holds all of it, so that the optimizer of this rank may use it.
+        held: this rank holds all of it, or its optimizer updates what it holds; so that optimizer may use it.
         cleared: no step has been since its gradient was set to None, or at all.
         moves: of the optimizer that updates it in parts, held whole, but for these; None: it is not held whole.
     """
@@ -236,6 +236,7 @@ class UnheldWeights:
     Args:
         module: the model as it is on this rank.
         named: the user's name of each.
+        optimizer: of this rank, which may use what it updates.
         moves: of an optimizer that may move weights outside of its step; None: it does not.
         replaced: how often the script has put buffers in the place of others, and the runtime what this rank holds of them.
         device: of this process.
@@ -248,6 +249,7 @@ class UnheldWeights:
         placement: Placement,
         named: Callable[[str], str],
         *,
+        optimizer: torch.optim.Optimizer,
         moves: OutsideMoves | None,
         replaced: Callable[[], int],
         rank: int,
@@ -255,6 +257,7 @@ class UnheldWeights:
     ) -> None:
         self._module, self._ownership, self._placement = module, ownership, placement
         self._named, self._moves, self._replaced = named, moves, replaced
+        self._optimizer = optimizer
         self._rank, self._device = rank, device
         self._of: list[tuple[str, Tensor, type[Tensor], type[Tensor]]] = []
         self._lifted = 1
@@ -271,13 +274,14 @@ class UnheldWeights:
         places = _places_of_unheld(of, self._placement)
         in_parts = {} if self._moves is None or of.apart else dict.fromkeys(of.shards.keys() - places, _IN_PARTS)
         apart = of.shards.keys() if of.apart else ()
+        updated = {id(tensor) for group in self._optimizer.param_groups for tensor in group["params"]}
         guarded = {id(tensor): getattr(tensor, _ATTRIBUTE) for _, tensor, _, _ in self._of}
         self._of.clear()
         for name, tensor in stored_tensors(self._module):
             if name not in places and name not in in_parts:
                 continue
             whole = torch.empty(of.shapes[name], dtype=tensor.dtype, device="meta")
-            held = of.holds(rank, name) and not of.box(rank, name) and name not in apart
+            held = id(tensor) in updated or (of.holds(rank, name) and not of.box(rank, name) and name not in apart)
             unheld = guarded.get(id(tensor)) or _Unheld(
                 name=self._named(name),
                 place=(places | in_parts)[name],
