@@ -107,7 +107,7 @@ class Distributed:
 
     @property
     def module(self) -> nn.Module:
-        """The user's own module (the one inside, if it is compiled). Parameters and buffers that this rank does not hold whole tell their
+        """The user's own module (the one inside, if it is compiled). Parameters and buffers that not every rank holds whole tell their
         shapes and types, and raise PlanError for any other use until the end; see `whole_weights`."""
         return self._model
 

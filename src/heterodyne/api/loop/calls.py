@@ -1,6 +1,6 @@
 """Which collective call of the user's loop a rank is in.
 
-The watchdog is told, since ranks that call different things would wait for ever; and weights that a rank does not hold whole may be touched
+The watchdog is told, since ranks that call different things would wait for ever; and weights that not every rank holds whole may be touched
 by the runtime alone.
 """
 

@@ -24,7 +24,7 @@ class WholeWeights:
     """The weights in full, put in place of what this rank holds of them until `give_back` or `give_up`. Making one is collective.
 
     Args:
-        unheld: what this rank does not hold whole.
+        unheld: the guards of what not every rank holds whole.
         names: of the parameters and buffers that are wanted; empty: all.
 
     Values are copies: what the rank holds is set aside, so that an error leaves it as it was. They are on the host where the plan cuts

@@ -102,7 +102,7 @@ class _Guarded:
                     moves.written()
                 return found
         if tensor is None:
-            raise PlanError(f"{use} needs the values of a weight that this rank does not hold whole under this plan")
+            raise PlanError(f"{use} needs the values of a weight that not every rank holds whole under this plan")
         unheld = _unheld_of(tensor)
         if use in {".device", ".is_cpu", ".is_cuda", "get_device"}:
             return function(torch.empty(0, device=unheld.device))
@@ -231,7 +231,7 @@ def _guarded_class(kind: type[Tensor]) -> type[Tensor]:
 
 
 class UnheldWeights:
-    """The guards of the weights of one rank that it does not hold whole.
+    """The guards on one rank of the weights that not every rank holds whole.
 
     Args:
         module: the model as it is on this rank.
