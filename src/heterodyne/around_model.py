@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["is_filled", "unchanged_around"]
+from heterodyne.code_read import is_filled, is_users
 
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+__all__ = ["unchanged_around"]
+
 _DEEPEST = 3
 _MOST_ENTRIES = 10_000  # a longer container holds data
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -48,7 +46,7 @@ def _held(model: nn.Module) -> Iterator[Any]:
     for function in functions.values():
         yield from (cell.cell_contents for cell in function.__closure__ or () if is_filled(cell))
         yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        if not function.__code__.co_filename.startswith(_LIBRARIES):
+        if is_users(function):
             named = _names(function.__code__)
             yield from (value for name, value in function.__globals__.items() if name in named)
 
@@ -63,7 +61,7 @@ def _restoring(value: Any, depth: int, seen: set[int]) -> Iterator[Callable[[], 
         held, entries = dict(value), list(value.values())
     elif isinstance(value, (list, set, deque)):
         held = entries = list(value)
-    elif hasattr(value, "__dict__") and _is_written_here(type(value)):
+    elif hasattr(value, "__dict__") and is_users(type(value)):
         held = {name: entry for name, entry in vars(value).items() if _is_own(value, name)}
         entries = list(held.values())
     else:
@@ -87,12 +85,6 @@ def _set_back(holder: Any, held: Any) -> None:
         vars(holder).update(held)
 
 
-def _is_written_here(kind: type) -> bool:
-    """Whether a class is that of a script, and not of Python or of an installed library."""
-    place = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return bool(place) and not place.startswith((*_LIBRARIES, str(Path(__file__).parent)))
-
-
 def _is_own(holder: Any, name: str) -> bool:
     """Whether an attribute is the user's: those of `nn.Module` itself hold weights, which the block may move."""
     return not (isinstance(holder, nn.Module) and name.startswith("_"))
@@ -101,12 +93,3 @@ def _is_own(holder: Any, name: str) -> bool:
 def _names(code: CodeType) -> set[str]:
     inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return set(code.co_names).union(*inner)
-
-
-def is_filled(cell: Any) -> bool:
-    """Return whether a cell of a closure has a value yet."""
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True

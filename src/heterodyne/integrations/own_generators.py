@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from heterodyne.around_model import is_filled
+from heterodyne.code_read import is_filled
 
 __all__ = ["unchanged_generators"]
 

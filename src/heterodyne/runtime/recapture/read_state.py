@@ -14,7 +14,7 @@ from types import FunctionType
 
 from torch import nn
 
-from heterodyne.runtime.recapture.code_read import CodeRead, is_users
+from heterodyne.code_read import CodeRead, is_users
 from heterodyne.runtime.recapture.values_read import are_equal
 from heterodyne.runtime.recapture.walk import CALLED, HOOKS, Walk, quoted
 

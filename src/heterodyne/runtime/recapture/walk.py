@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn.modules import module as module_hooks
 
-from heterodyne.runtime.recapture.code_read import CodeRead, around_of, environment_of, is_users
+from heterodyne.code_read import CodeRead, around_of, environment_of, is_users
 from heterodyne.runtime.recapture.values_read import (
     SMALL,
     Callable,

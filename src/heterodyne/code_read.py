@@ -14,9 +14,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from heterodyne.around_model import is_filled
-
-__all__ = ["Around", "CodeRead", "around_of", "environment_of", "is_users"]
+__all__ = ["Around", "CodeRead", "around_of", "environment_of", "is_filled", "is_users"]
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _ENTRIES: Final = frozenset({"forward", "__call__"})
@@ -235,3 +233,12 @@ def _with_inner(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _with_inner(constant)
+
+
+def is_filled(cell: Any) -> bool:
+    """Return whether a cell of a closure has a value yet."""
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
