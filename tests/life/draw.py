@@ -71,7 +71,7 @@ OF_OPTIMIZER = {
     "adagrad": (_option("rate changed", "lr", "0.02", "0.01", "0.05"), SCHEDULER, DECAY),
     "schedule-free": (
         _option("rate changed", "lr", "0.05", "0.02"),
-        Change("optimizer with modes", ("eval", "mode"), MODES, SIZES),
+        Change("optimizer with modes", ("eval", "mode", "*"), MODES, SIZES),
     ),
 }
 NEEDS = {"hooks removed": "hook on a part", "state loaded back": "state kept"}

@@ -154,8 +154,8 @@ def _names(life: Life, change: Line, part: int, told: str) -> bool:
             return True
     names = (*change.names, "'training' was True and is False") if change.kind in READING else change.names
     if "*" in names:
-        names = tuple(name for name, _ in SUBJECTS[life.subject].made()[0].named_parameters())
-    return any(name in told for name in names)
+        names += tuple(name for name, _ in SUBJECTS[life.subject].made()[0].named_parameters())
+    return any(name in told for name in names if name != "*")
 
 
 def _what(line: Line) -> str:

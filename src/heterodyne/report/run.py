@@ -55,10 +55,12 @@ class Validation:
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Lines by rising step; of a step that was trained twice (killed, then resumed) the last line counts."""
+    """Lines by rising step; of a step that was trained twice (killed, then resumed) the last line counts. ``slower``: which ranks and
+    links, as found after a step; "" if none is any more."""
 
     steps: tuple[StepMetrics, ...] = ()
     validations: tuple[Validation, ...] = ()
+    slower: tuple[tuple[int, str], ...] = ()
     unreadable: int = 0
 
     def median(self, name: str) -> float | None:
@@ -179,6 +181,7 @@ def read_metrics(path: Path) -> Metrics:
         raise HeterodyneError(f"{file}: cannot be read: {error.strerror}") from error
     steps: dict[int, StepMetrics] = {}
     validations: dict[int, Validation] = {}
+    slower: dict[int, str] = {}
     unreadable = 0
     for line in filter(str.strip, lines):
         fields = _line(line)
@@ -189,12 +192,15 @@ def read_metrics(path: Path) -> Metrics:
         loss = fields.get("validation_loss")
         if _is_number(loss):
             validations[step] = Validation(step=step, loss=float(loss))
+        if isinstance(fields.get("slower"), str):
+            slower[step] = fields["slower"]
         known = {name: float(fields[name]) for name in StepMetrics.__slots__[1:] if _is_number(fields.get(name))}
         if known:
             steps[step] = StepMetrics(step=step, **known)
     return Metrics(
         steps=tuple(steps[s] for s in sorted(steps)),
         validations=tuple(validations[s] for s in sorted(validations)),
+        slower=tuple((s, slower[s]) for s in sorted(slower)),
         unreadable=unreadable,
     )
 

@@ -131,6 +131,7 @@ class Executor:
         self.doing = ""  # the action that is under way, or was last
         self.updating = False  # from the first weight that a step changes until the caller has counted the step
         self.inputs: Mapping[str, Tensor] = {}  # of the latest forward
+        self.elements = 0  # of the inputs of all forwards
         self._loss_stage = loss_stage
         self._gradients = gradients
         self._weights = weights
@@ -289,6 +290,7 @@ class Executor:
         if inputs is None:
             inputs = step.source.samples(first, count)
         self.inputs = inputs
+        self.elements += sum(tensor.numel() for tensor in inputs.values())
         inputs = {**inputs, **step.weights.divisors, **step.numbers}
         loss = step.parts.stages.forward(stage, index, inputs, step.number, range(first, first + count))
         if loss is not None:

@@ -23,6 +23,8 @@ class StepResult:
         scale: of the loss, where any rank computes in fp16.
         overflow: the step was skipped because the scaled gradients left the range of fp16; the next step has half the scale.
         fault: what was not finite in loss or gradients, and where; the step was then skipped: nothing was updated. None otherwise.
+        slower: which ranks and links are slower than in the first steps, where that was found out in this step; "": none is any more.
+            None otherwise.
     """
 
     step: int
@@ -35,6 +37,7 @@ class StepResult:
     scale: float | None = None
     overflow: bool = False
     fault: str | None = None
+    slower: str | None = None
 
     @property
     def grad_norm(self) -> float | None:

@@ -31,7 +31,7 @@ from heterodyne.runtime.checkpoint.random_state import random_state, restore_ran
 from heterodyne.runtime.checkpoint.rescue import Moment, Rescue
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.data.source import DataSource
-from heterodyne.runtime.records.metrics import StepRecord, Validation
+from heterodyne.runtime.records.metrics import Slower, StepRecord, Validation
 from heterodyne.runtime.records.peak_memory import forget_peak_memory, peak_memory_bytes
 from heterodyne.runtime.records.progress import Reporter
 from heterodyne.runtime.records.run_directory import RunDirectory
@@ -62,6 +62,8 @@ class StepResult(Protocol):
     def grad_norm(self) -> float | None: ...
     @property
     def fault(self) -> str | None: ...
+    @property
+    def slower(self) -> str | None: ...
     @property
     def overflow(self) -> bool: ...
     @property
@@ -316,6 +318,10 @@ class Trainer:
         due = self._done % self._job.metrics.every == 0 or self._done == self._job.training.steps
         if due and sinks is not None:
             sinks.write(record)
+        if result.slower is not None:
+            self._reporter.slower = result.slower
+            if sinks is not None:
+                sinks.write(Slower(step=self._done, slower=result.slower, time_s=time.time()))
         self._reporter.step(record)
         self._skipped.note(self._done, result.fault, overflow=result.overflow)
         if result.fault is None and self._unproved is not None:

@@ -28,6 +28,7 @@ from heterodyne.runtime.evaluation import eval_mode, evaluate
 from heterodyne.runtime.exact.later_batches import LaterBatches
 from heterodyne.runtime.executor import Executor, Step, Watch
 from heterodyne.runtime.failed_lookups import told_with_place
+from heterodyne.runtime.liveness.slowdowns import Slowdowns
 from heterodyne.runtime.out_of_memory import longer_than_planned, told_with_stage
 from heterodyne.runtime.placement import RankRole
 from heterodyne.runtime.rank_model import RankModel
@@ -211,6 +212,8 @@ class Worker:
             watch=watch,
             say=say,
         )
+        self._say = say
+        self._slowdowns = Slowdowns(communicator, self.recorder, [device.id for device in cluster.devices])
         self._averages: list[WeightAverage] = []
         self._loaded: dict[int, WeightAverage] = {}  # those that nobody has asked for yet
         self._first = True  # no step has been done here
@@ -242,7 +245,10 @@ class Worker:
         started_s = time.perf_counter()
         number = self.steps_done if step is None else step
         self._model.require_as_left()
-        now = self._variants.step(number)
+        now = self._variants.step(number, suspects=self._slowdowns.suspects)
+        if now.changed:
+            self._slowdowns.reset()
+        read = self._executor.elements
         graph = now.variant.capture.graph
         require_trained(graph)
         with self._variants.writes.excepted():
@@ -284,17 +290,22 @@ class Worker:
         self._first = False
         if self._settled is not None:
             self._settled.record()
+        seconds = time.perf_counter() - started_s
+        slower = self._slowdowns.note(number, seconds, self._executor.elements - read, look=now.suspected())
+        if slower is not None:
+            self._say(f"step {number + 1}: {slower or 'all ranks and links are as fast as in the first steps again'}")
         return StepResult(
             step=number,
             loss=loss,
             lr=float(self.optimizer.param_groups[0]["lr"]) if work.learning_rate is None else work.learning_rate,
             samples=self._role.micro_batches.samples,
             count=work.weights.total,
-            seconds=time.perf_counter() - started_s,
+            seconds=seconds,
             norm=work.grad_norm,
             scale=scale,
             overflow=overflow,
             fault=fault,
+            slower=slower,
         )
 
     def _look_at_parts(self, work: Step, now: StepOfVariant) -> None:

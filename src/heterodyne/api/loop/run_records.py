@@ -13,7 +13,7 @@ from heterodyne.api.session import Session
 from heterodyne.api.settings import Prepared
 from heterodyne.job import MetricsSection
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
-from heterodyne.runtime.records.metrics import StepRecord, Validation
+from heterodyne.runtime.records.metrics import Slower, StepRecord, Validation
 from heterodyne.runtime.records.peak_memory import peak_memory_bytes
 from heterodyne.runtime.records.run_directory import RunDirectory
 from heterodyne.runtime.records.sinks import Sinks
@@ -95,6 +95,8 @@ class RunRecords:
             time_s=time.time(),
         )
         self._opened(result.step).write(record)
+        if result.slower is not None:
+            self._opened(result.step).write(Slower(step=result.step + 1, slower=result.slower, time_s=time.time()))
 
     def validation(self, loss: float) -> None:
         self._validation = loss

@@ -33,14 +33,19 @@ def loss_chart(run: Run, reference: Metrics | None = None) -> LineChart | None:
 
 
 def training_lead(run: Run, reference: Metrics | None = None) -> str:
-    """The losses at the end, in a sentence."""
+    """The losses at the end, in a sentence, and which ranks and links have become slower on the way."""
     parts = [
         f"{who}: training {digits(m.steps[-1].loss, 4)}"
         + (f", validation {digits(m.validations[-1].loss, 4)}" if m.validations else "")
         for who, m in (("this run", run.metrics), ("one device on the same batches", reference))
         if m is not None and m.steps
     ]
-    return f"Loss at the end. {'; '.join(parts)}.".replace("this run", "This run") if parts else ""
+    found = [
+        f"Step {step}: {words or 'all ranks and links are as fast as before again'}."
+        for step, words in run.metrics.slower
+    ]
+    lead = f"Loss at the end. {'; '.join(parts)}.".replace("this run", "This run") if parts else ""
+    return " ".join(filter(None, [lead, *found]))
 
 
 def rate_chart(run: Run) -> LineChart | None:

@@ -23,6 +23,7 @@ class Compared:
         changes: of what forward and loss read, compared among all ranks.
         between: what the script did between two steps to weights and optimizer, compared among those that have samples; None on others.
         look: this rank asks for values of weights to be compared.
+        suspects: this rank suspects that something is slower than it was.
     """
 
     def __init__(
@@ -32,21 +33,26 @@ class Compared:
         between: Sequence[Change] | None = None,
         *,
         look: bool = False,
+        suspects: bool = False,
     ) -> None:
         self._ranks = communicator.world_size
         of_those = (0, 0, 0) if between is None else _sums(between)
-        self._sums = torch.tensor([look, *_sums(changes), *of_those], dtype=torch.float64)
+        self._sums = torch.tensor([look, suspects, *_sums(changes), *of_those], dtype=torch.float64)
         self._sent = communicator.control.all_reduce(self._sums) if self._ranks > 1 else None
 
     def equal(self) -> bool:
         """Whether all ranks have seen the same."""
-        _, *sums = self._received()
+        _, _, *sums = self._received()
         # Of equal digests, and of no others, the squares are so large (Cauchy-Schwarz).
         return all(ranks * squares == total**2 for ranks, total, squares in (sums[:3], sums[3:]))
 
     def look(self) -> bool:
         """Whether any rank asks for weights to be compared; alone it has nobody to compare them with."""
         return self._ranks > 1 and self._received()[0] > 0
+
+    def suspected(self) -> bool:
+        """Whether any rank does."""
+        return self._received()[1] > 0
 
     def _received(self) -> list[int]:
         if self._sent is not None:

@@ -104,12 +104,14 @@ class Step:
         changed: something is another than before, on all ranks.
         agreed: whether all ranks run the same model; to be asked before the update. Collective. Raises PlanError if ranks hold other values
             of one weight.
+        suspected: whether any rank has suspected that something is slower.
     """
 
     variant: Variant
     numbers: Mapping[str, Tensor]
     changed: bool
     agreed: Callable[[], bool]
+    suspected: Callable[[], bool]
 
 
 @dataclass(eq=False)
@@ -183,12 +185,16 @@ class Variants:
         self.writes.leave()
         self._training.read.leave()
 
-    def step(self, number: int) -> Step:
-        """What the next step runs. Raises PlanError, on all ranks, for a change that cannot be followed."""
+    def step(self, number: int, *, suspects: bool = False) -> Step:
+        """What the next step runs. Raises PlanError, on all ranks, for a change that cannot be followed.
+
+        ``suspects``: this rank suspects that something is slower, which all are told with the rest.
+        """
         seen = self._training
         before, changed = seen.read.state, self._look(seen)
         look = self.writes.find(number)
-        compared = Compared(self._communicator, seen.changes, self.writes.found if self._trains else None, look=look)
+        between = self.writes.found if self._trains else None
+        compared = Compared(self._communicator, seen.changes, between, look=look, suspects=suspects)
         if changed and compared.equal():
             self._switch(seen, before)
         elif changed:  # what runs until the step is refused is what ran before
@@ -202,7 +208,9 @@ class Variants:
 
         numbers = seen.variant.capture.tensors(seen.read.state)
         followed = changed and compared.equal()
-        return Step(variant=seen.variant, numbers=numbers, changed=followed, agreed=agreed)
+        return Step(
+            variant=seen.variant, numbers=numbers, changed=followed, agreed=agreed, suspected=compared.suspected
+        )
 
     def _switch(self, seen: _Seen, before: State) -> None:
         running = seen.variant

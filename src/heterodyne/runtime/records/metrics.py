@@ -12,7 +12,8 @@ Where the numbers come from:
     memory_bytes           the most that rank 0 has used until now: its device's allocator, or the process on a CPU
     time_s                 Unix time
 
-Validation gives a line of its own: ``step``, ``validation_loss``, ``time_s``.
+Validation gives a line of its own: ``step``, ``validation_loss``, ``time_s``; and so does a rank or a link that has become slower than
+in the first steps: ``step``, ``slower`` (in words; empty when it is as fast as before again), ``time_s``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 from heterodyne.errors import HeterodyneError
 from heterodyne.processes import to_standard_error
 
-__all__ = ["MetricsFile", "StepRecord", "Validation", "tracked"]
+__all__ = ["Line", "MetricsFile", "Slower", "StepRecord", "Validation", "tracked"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +57,16 @@ class Validation:
     time_s: float
 
 
-Line = StepRecord | Validation
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slower:
+    """What has become slower, as was found after so many steps; "" if nothing is slower any more."""
+
+    step: int
+    slower: str
+    time_s: float
+
+
+Line = StepRecord | Validation | Slower
 
 
 class MetricsFile:
@@ -118,7 +128,7 @@ def tracked(line: Line) -> dict[str, float]:
     values = asdict(line)
     del values["step"], values["time_s"]
     names = {name: "validation/loss" if name == "validation_loss" else f"train/{name}" for name in values}
-    return {names[name]: value for name, value in values.items() if value is not None}
+    return {names[name]: value for name, value in values.items() if isinstance(value, int | float)}
 
 
 def _length_until(path: Path, done: int) -> int:
@@ -144,5 +154,5 @@ def _step(line: bytes) -> float:
     return step if isinstance(step, int) else math.inf
 
 
-def _json_number(value: float | None) -> float | None:
-    return value if value is None or math.isfinite(value) else None
+def _json_number(value: float | str | None) -> float | str | None:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -31,6 +31,8 @@ class Reporter(ABC):
     def __init__(self, total: int) -> None:
         self.total = total
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self.slower = ""
+        """Which ranks and links have become slower."""
 
     @abstractmethod
     def say(self, text: str) -> None:
@@ -57,6 +59,7 @@ class Reporter(ABC):
             parts.append(
                 f"efficiency {record.efficiency:.0%}" if record.efficiency <= _STEADY else "measuring was unsteady"
             )
+        parts += [self.slower] if self.slower else []
         return " · ".join([*parts, f"{format_seconds(left_s)} left"])
 
 

@@ -98,6 +98,10 @@ class Recorder:
             torch.accelerator.synchronize(self._device)
         self._steps.append([self._event(mark, step) for mark in self._marks])
 
+    def latest(self) -> Sequence[Event]:
+        """Of the latest step."""
+        return self._steps[-1] if self._steps else ()
+
     def events(self) -> tuple[Event, ...]:
         """Of the latest steps, in seconds since the epoch of this host's clock."""
         return tuple(event for step in self._steps for event in step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
-from heterodyne.runtime.records.metrics import MetricsFile, StepRecord, Validation, tracked
+from heterodyne.runtime.records.metrics import Line, MetricsFile, tracked
 from heterodyne.runtime.records.run_directory import RunDirectory
 from heterodyne.runtime.records.trackers.trackers import Trackers
 from heterodyne.tracker_options import TrackerOptions
@@ -35,9 +35,11 @@ class Sinks:
         file = MetricsFile(run.metrics, done=done, say=say)
         return cls(file, Trackers(wanted, run.path, done=done, config=config, flush_s=flush_s, say=say))
 
-    def write(self, line: StepRecord | Validation) -> None:
+    def write(self, line: Line) -> None:
         self._file.write(line)
-        self._trackers.write(line.step, tracked(line), time_s=line.time_s)
+        numbers = tracked(line)
+        if numbers:
+            self._trackers.write(line.step, numbers, time_s=line.time_s)
 
     def close(self) -> None:
         self._file.close()
