@@ -19,7 +19,8 @@ from heterodyne.runtime.weights.masters import MasterWeights
 
 __all__ = ["Left", "OutsideMoves"]
 
-_VALUES = 8  # of each tensor, for what is written through .data, which nothing counts
+_VALUES = 8
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # NumPy has no bfloat16
 
 
 class Left:
@@ -27,9 +28,9 @@ class Left:
 
     def __init__(self, tensors: Mapping[str, Tensor], *, values: bool = True) -> None:
         self._tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
-        self._compares_values = values
-        self._places: list[int] = []
-        self._views: list[Tensor] = []
+        on_host = all(tensor.device.type == "cpu" for tensor in self._tensors.values())
+        self._samples: _Samples = (_OnHost if on_host else _OnDevice)() if values else _Samples()
+        self._places: list[int] | None = None
         self.leave()
 
     @torch.no_grad()
@@ -37,19 +38,18 @@ class Left:
         """Note how they are now. The host does not wait for a device."""
         self._counted = _counted(self._tensors.values())
         places = [place for _, place in self._counted]
-        if places != self._places and self._compares_values:
-            self._views = [_some(tensor) for tensor in self._tensors.values()]
+        if places != self._places:
+            self._samples.take(list(self._tensors.values()))
             self._places = places
-        self._values = torch.cat(self._views) if self._views else torch.empty(0)
+        self._samples.leave()
 
     def is_counted(self) -> bool:
         """Whether any was written to as autograd counts it, or lies elsewhere."""
         return _counted(self._tensors.values()) != self._counted
 
-    @torch.no_grad()
-    def has_other_values(self) -> Tensor:
+    def has_other_values(self) -> Tensor | bool:
         """Whether any of the values differ, which the host does not wait for."""
-        return (torch.cat(self._views) != self._values).any() if self._views else torch.tensor(False)
+        return self._samples.any_other()
 
     def is_other(self) -> bool:
         """Whether any has changed. The host waits for a device."""
@@ -59,12 +59,68 @@ class Left:
     def changed(self) -> list[str]:
         """Return the names of those that have changed. The host waits for a device."""
         counted = _counted(self._tensors.values())
-        if not self.is_other():
+        if counted == self._counted and not self.has_other_values():
             return []
-        before = torch.split(self._values, [view.numel() for view in self._views])
-        other = [bool((a != b).any()) for a, b in zip(self._views, before, strict=True)] or [False] * len(counted)
         written = [a != b for a, b in zip(counted, self._counted, strict=True)]
-        return [name for name, *of in zip(self._tensors, other, written, strict=True) if any(of)]
+        others = self._samples.others() or [False] * len(written)
+        return [name for name, *of in zip(self._tensors, written, others, strict=True) if any(of)]
+
+
+class _Samples:
+    """A few values of each tensor, for what is written through ``.data``, which nothing counts. Of this class: none."""
+
+    def take(self, tensors: Sequence[Tensor]) -> None:
+        """Read these from here on."""
+
+    def leave(self) -> None:
+        """Note the values that there are."""
+
+    def any_other(self) -> Tensor | bool:
+        """Return whether any is another than was noted."""
+        return False
+
+    def others(self) -> list[bool]:
+        """Return for each tensor whether any of its values is another."""
+        return []
+
+
+class _OnHost(_Samples):
+    """Read as bytes, without a call of torch for each tensor."""
+
+    def take(self, tensors: Sequence[Tensor]) -> None:
+        self._views = [_some(tensor).view(_INTEGERS.get(tensor.itemsize, tensor.dtype)).numpy() for tensor in tensors]
+
+    def leave(self) -> None:
+        self._left = self._now()
+
+    def any_other(self) -> bool:
+        return self._now() != self._left
+
+    def others(self) -> list[bool]:
+        return [a != b for a, b in zip(self._now(), self._left, strict=True)]
+
+    def _now(self) -> list[bytes]:
+        return [view.tobytes() for view in self._views]
+
+
+class _OnDevice(_Samples):
+    """Joined by the device, which the host asks when it must know."""
+
+    def take(self, tensors: Sequence[Tensor]) -> None:
+        self._views = [_some(tensor) for tensor in tensors]
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        self._left = torch.cat(self._views)
+
+    @torch.no_grad()
+    def any_other(self) -> Tensor:
+        return (torch.cat(self._views) != self._left).any()
+
+    @torch.no_grad()
+    def others(self) -> list[bool]:
+        before = torch.split(self._left, [view.numel() for view in self._views])
+        return [bool((a != b).any()) for a, b in zip(self._views, before, strict=True)]
 
 
 def _counted(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
@@ -110,7 +166,7 @@ class OutsideMoves:
         self._anywhere = any(communicator.all_gather_object(bool(self._watched)))
         self._moved = False  # so that others have to be asked
         self._late = False  # the step under way began with other weights
-        self._other_values: Tensor | None = None
+        self._other_values: Tensor | bool | None = None
         self._fault: str | None = None
         self.marked = False
 
