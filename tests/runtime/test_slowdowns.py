@@ -79,6 +79,13 @@ def run(
     return told[0]
 
 
+def test_a_busy_machine_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = run(monkeypatch, 40, lambda _: [1000] * RANKS, lambda _, step, __: 0.2 if step >= 20 else 0.1)
+    ((step, words),) = told.items()
+    assert words.startswith("all ranks compute 2.0 times slower than in the first steps")
+    assert 20 <= step < 30
+
+
 def noise(*key: int, spread: float) -> float:
     return math.exp(random.Random(hash(key)).gauss(0, spread))
 

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +61,7 @@ class Result:
     lr: float
     fault: str | None = None
     overflow: bool = False
+    slower: str | None = None
 
 
 class Worker:
@@ -67,6 +69,7 @@ class Worker:
 
     device = torch.device("cpu")
     borrowed_bytes = 0
+    slowdowns: Any = SimpleNamespace(usual=dict)
 
     def __init__(self, on_step: Callable[[int], None] = lambda _: None) -> None:
         torch.manual_seed(0)

@@ -35,6 +35,7 @@ class Training:
     resume: bool
     overrides: tuple[str, ...]
     on_out_of_memory: Literal["replan", "stop"]
+    replan: bool = False
     restarted: bool = False
 
     @property
@@ -42,12 +43,19 @@ class Training:
         options = {"--cluster": self.cluster, "--plan": self.plan, "--run-dir": self.run_dir}
         given = [word for option, value in options.items() if value is not None for word in (option, str(value))]
         sets = [word for value in self.overrides for word in ("--set", value)]
-        return ["train", str(self.job), *(["--resume"] if self.resume else []), *sets, *given]
+        return [
+            "train",
+            str(self.job),
+            *(["--resume"] if self.resume else []),
+            *(["--replan"] if self.replan else []),
+            *sets,
+            *given,
+        ]
 
     @property
     def again(self) -> Training:
         """To go on where it has ended. A plan that was given is the one that did not fit."""
-        return replace(self, resume=True, plan=None)
+        return replace(self, resume=True, plan=None, replan=False)
 
 
 def train_here(training: Training, train: Callable[[Training], int]) -> int:

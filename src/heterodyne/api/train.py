@@ -62,12 +62,14 @@ def train_job(
     given: Plan | None,
     run_dir: Path | None,
     resume: bool,
+    replan: bool = False,
     restarted: bool = False,
 ) -> int:
     """Train a job on the devices of the session. Returns 0, or 130 if it was stopped on request.
 
     ``name`` is that of the run directory where none is given. With ``resume`` the run goes on from its newest whole checkpoint;
-    the plan that it was made under is kept if the cluster is the same. ``restarted``: the directory may not be there yet.
+    the plan that it was made under is kept if the cluster is the same, unless it is to ``replan``. ``restarted``: the directory may not be
+    there yet.
     """
     arithmetic = open_session(cluster_file, deterministic=job.training.deterministic, tf32=job.training.tf32)
     with arithmetic as opened, ExitStack() as stack:
@@ -88,7 +90,9 @@ def train_job(
             graph = source.captured.graph
             if given is not None:
                 given = bind(given, graph, session.cluster)
-            kept, profile = _kept(session, run, graph, given, shortages) if resume else (None, None)
+            kept, profile = _kept(session, run, graph, given, shortages) if resume and not replan else (None, None)
+            if replan:
+                session.say("planning anew, as asked: measuring anew")
             if given is None:
                 given = kept
             with told_with_shortages(shortages):
@@ -101,7 +105,7 @@ def train_job(
                 session.agreement.only_on_rank0(lambda: _write_down(run, job, base, session, prepared))
             else:
                 session.agreement.only_on_rank0(lambda: _write_job(run, job, base))
-            outcome = _train(session, run, job, base, data, prepared, found)
+            outcome = _train(session, run, job, base, data, prepared, found, same_plan=kept is not None)
             if session.rank == 0:
                 _summarise(run, graph, outcome)
             return _INTERRUPTED if outcome.interrupted else 0
@@ -238,6 +242,8 @@ def _train(
     data: DataSource,
     prepared: Prepared,
     found: Checkpoint | None,
+    *,
+    same_plan: bool,
 ) -> Outcome:
     first = session.rank == 0
     with session.phase("building the model"):
@@ -259,7 +265,7 @@ def _train(
     )
     if found is not None:
         with told_while_building(session, prepared):
-            trainer.resume(found)
+            trainer.resume(found, same_plan=same_plan)
     with rescued_if_memory_ends(session, trainer.rescue):
         outcome = trainer.train()
     trainer.export()

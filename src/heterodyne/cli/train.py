@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from heterodyne.cli.options import ClusterOption, JobArgument, PlanOption, SetOption, plan_at
+from heterodyne.errors import HeterodyneError
 from heterodyne.job import Job
 
 __all__ = ["command"]
@@ -21,6 +22,9 @@ def command(
         Path | None, typer.Option("--run-dir", metavar="DIR", help="Where the run is kept; default runs/JOB-N.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir where it stopped.")] = False,
+    replan: Annotated[
+        bool, typer.Option("--replan", help="With --resume: measure and plan anew, for devices that have changed.")
+    ] = False,
     overrides: SetOption = None,
 ) -> int:
     """Train, and leave a report.
@@ -30,6 +34,10 @@ def command(
     checkpoint; with --resume the run goes on from its newest one, bit for bit as if never stopped.
     """
     # Read before torch is loaded and workers are started, so that a mistake in a file is reported at once.
+    if replan and (not resume or plan is not None):
+        raise HeterodyneError(
+            "--replan goes with --resume, and without --plan: it measures and plans anew what a run goes on under"
+        )
     wanted = Job.load(job, tuple(overrides or ()))
     given = plan_at(plan)
     from heterodyne.api import Training, train_here
@@ -45,6 +53,7 @@ def command(
             given=given,
             run_dir=training.run_dir,
             resume=training.resume or training.restarted,
+            replan=training.replan,
             restarted=training.restarted,
         )
 
@@ -55,6 +64,7 @@ def command(
             plan=plan,
             run_dir=run_dir,
             resume=resume,
+            replan=replan,
             overrides=tuple(overrides or ()),
             on_out_of_memory=wanted.training.on_out_of_memory,
         ),

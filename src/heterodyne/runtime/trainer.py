@@ -7,12 +7,13 @@ was told to stop before it, and then all stop after that same step, with a check
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from torch import nn
 
 from heterodyne.errors import CheckpointError, NumericsError
 from heterodyne.job import Job
+from heterodyne.json_files import read_json
 from heterodyne.plan.plan import Plan
 from heterodyne.processes.heap import give_back_memory
 from heterodyne.processes.signals import StopRequest, stop_requests
@@ -31,6 +33,7 @@ from heterodyne.runtime.checkpoint.random_state import random_state, restore_ran
 from heterodyne.runtime.checkpoint.rescue import Moment, Rescue
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.data.source import DataSource
+from heterodyne.runtime.liveness.slowdowns import Slowdowns
 from heterodyne.runtime.records.metrics import Slower, StepRecord, Validation
 from heterodyne.runtime.records.peak_memory import forget_peak_memory, peak_memory_bytes
 from heterodyne.runtime.records.progress import Reporter
@@ -40,6 +43,7 @@ from heterodyne.runtime.same_batch import digest, is_looked_at, require_same
 from heterodyne.runtime.skipped import SkippedSteps, require_finite
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.weights.held_state import Held
+from heterodyne.text_files import write_text
 
 __all__ = ["Outcome", "StepResult", "Trainer", "TrainingWorker", "identity_of"]
 
@@ -107,6 +111,10 @@ class TrainingWorker(Protocol):
 
     def weights(self) -> Mapping[str, Any]:
         """The state dict of the whole model, on rank 0."""
+
+    @property
+    def slowdowns(self) -> Slowdowns:
+        """Of the ranks and links."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +196,10 @@ class Trainer:
         self._validation: Validation | None = None
         self._last: StepRecord | None = None
 
-    def resume(self, found: Checkpoint | None = None) -> int:
+    def resume(self, found: Checkpoint | None = None, *, same_plan: bool = False) -> int:
         """Continue from a checkpoint, None: the newest whole one; steps that are done. Without any the run starts anew.
+
+        ``same_plan``: steps should take as long as before.
 
         Raises CheckpointError if the checkpoint is of another job or of other data.
         """
@@ -199,8 +209,35 @@ class Trainer:
                 self._say_first("there is no checkpoint yet: the run starts from its beginning")
                 return 0
             self._restore(found)
+            if same_plan:
+                self._expect_speeds()
         self._say_first(f"resuming after step {self._done} from {found.path}")
         return self._done
+
+    def _expect_speeds(self) -> None:
+        def read() -> Any:
+            with suppress(OSError, ValueError):
+                return read_json(self._run.speeds)
+            return None
+
+        speeds = self._ranks.on_rank0(read)
+        if (
+            isinstance(speeds, list)
+            and len(speeds) == self._ranks.size
+            and all(isinstance(own, dict) for own in speeds)
+        ):
+            with suppress(ValueError):
+                self._worker.slowdowns.expect(speeds[self._ranks.rank])
+
+    def _keep_speeds(self) -> None:
+        speeds = self._ranks.gather_or_raise(self._worker.slowdowns.usual)
+
+        def write() -> None:
+            with suppress(OSError):
+                write_text(self._run.speeds, json.dumps(speeds))
+
+        if all(speeds):
+            self._ranks.only_on_rank0(write)
 
     def train(self) -> Outcome:
         """Do the steps that are left. Raises CheckpointError, DataError or WorkerError; what was written before stays readable."""
@@ -320,6 +357,8 @@ class Trainer:
             sinks.write(record)
         if result.slower is not None:
             self._reporter.slower = result.slower
+            if result.slower:
+                self._say_first("another plan may be faster now: Ctrl-C, and go on with --resume --replan")
             if sinks is not None:
                 sinks.write(Slower(step=self._done, slower=result.slower, time_s=time.time()))
         self._reporter.step(record)
@@ -353,6 +392,7 @@ class Trainer:
                 state[_DATA] = read
             self._checkpoints.save(self._done, state, identity=self._identity, plan=self._plan.dump())
         self._saved = self._unproved = self._done
+        self._keep_speeds()
 
     def _restore(self, found: Checkpoint) -> None:
         restored = self._checkpoints.load(found, identity=self._identity, wanted=self._wanted)

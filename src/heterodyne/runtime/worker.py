@@ -521,6 +521,11 @@ class Worker:
         if self._model.scale is not None and "loss_scale" in state:
             self._model.scale.load_state_dict(state["loss_scale"])
 
+    @property
+    def slowdowns(self) -> Slowdowns:
+        """Of the ranks and links."""
+        return self._slowdowns
+
     def close(self) -> None:
         """Take the hooks off the model, and leave the process groups that this worker made. The communicator stays open."""
         self._closing.close()

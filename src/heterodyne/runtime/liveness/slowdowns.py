@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from statistics import median, median_low
+from typing import Any
 
 import torch
 
@@ -44,11 +45,12 @@ _PASSES = frozenset({"F", "B", "I", "W", "R"})
 
 @dataclass(frozen=True)
 class _Look:
-    """Of each rank, what its latest passes took over what they should have (the least of them, and in the middle), and the seconds of a
-    message to the next rank."""
+    """Of each rank, what its latest passes took over what they should have (the least of them, and in the middle), whether as much was
+    read in first steps, and the seconds of a message to the next rank."""
 
     least: Sequence[float]
     slower: Sequence[float]
+    known: Sequence[float]
     link_s: Sequence[float]
 
 
@@ -77,10 +79,29 @@ class Slowdowns:
         self._links_s: Sequence[float] = ()
         self._looked = 0
 
+    def usual(self) -> Mapping[str, Any]:
+        """Return what steps of this rank take, as JSON has it, for `expect`; nothing is known in the first ones."""
+        if self._pace_s is None or self._known or not self._first:
+            return {}
+        return {"pace_s": self._pace_s, "passes": self._first, "links_s": list(self._links_s)}
+
+    def expect(self, usual: Mapping[str, Any]) -> None:
+        """Compare with what steps took when they were last done under the same plan. Raises ValueError for what is not from `usual`."""
+        try:
+            passes = [(int(elements), float(passes_s)) for elements, passes_s in usual["passes"]]
+            pace_s, links_s = float(usual["pace_s"]), list(map(float, usual["links_s"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"it is none of speeds: {error}") from error
+        if len(links_s) != self._communicator.world_size or not pace_s > 0:
+            raise ValueError("it is of other ranks")
+        self._first, self._pace_s, self._links_s = passes[:FIRST], pace_s, links_s
+
     @property
     def suspects(self) -> bool:
         """Whether this rank, which is the first, has seen steps in a row that are off."""
         if self._communicator.rank or self._pace_s is None or self._steps < self._looked + APART:
+            return False
+        if len(self._paces) < IN_A_ROW:
             return False
         return min(self._paces) > OFF * self._pace_s or max(self._paces) * OFF < self._pace_s
 
@@ -99,7 +120,7 @@ class Slowdowns:
             self._first.append(self._latest[0])
         self._latest.append((elements, passes_s))
         self._paces.append(seconds / max(1, elements))
-        if self._steps == WARMING + IN_A_ROW:
+        if self._steps == WARMING + IN_A_ROW and self._pace_s is None:
             self._links_s = self._gathered().link_s
             self._pace_s, self._looked = median(self._paces), self._steps
         elif look and self._pace_s is not None:
@@ -117,10 +138,12 @@ class Slowdowns:
     def _gathered(self) -> _Look:
         latest = list(self._latest)[-IN_A_ROW:]
         slower = [passes_s / usual for elements, passes_s in latest if (usual := self._usual_s(elements))] or [0.0]
-        rows = torch.zeros(self._communicator.world_size, 3, dtype=torch.float64)
-        rows[self._communicator.rank] = torch.tensor([min(slower), median(slower), self._message_s()])
+        first = [elements for elements, _ in self._first]
+        known = bool(first) and all(min(first) <= elements <= max(first) for elements, _ in latest)
+        rows = torch.zeros(self._communicator.world_size, 4, dtype=torch.float64)
+        rows[self._communicator.rank] = torch.tensor([min(slower), median(slower), known, self._message_s()])
         self._communicator.control.all_reduce(rows).wait()
-        return _Look(*(rows[:, column].tolist() for column in range(3)))
+        return _Look(*(rows[:, column].tolist() for column in range(4)))
 
     def _usual_s(self, elements: int) -> float:
         """Seconds of passes that read so much, by the first steps that read nearly as much; 0.0 if that is not known."""
@@ -130,7 +153,8 @@ class Slowdowns:
         return elements * median(passes_s / read for read, passes_s in near) if near else 0.0
 
     def _at_fault(self, now: _Look) -> dict[int, str]:
-        """Return, in words, which ranks compute slower, by rank; else which links have become slower, by -1 - rank."""
+        """Return, in words, which ranks compute slower, by rank; else which links have become slower, by -1 - rank, or that all ranks have,
+        by their number."""
         typical = max(1.0, median_low(list(filter(None, now.slower)) or [1.0]))
         ranks = {
             rank: f"{self._named(rank)} computes {now.slower[rank]:.1f} times slower than in the first steps"
@@ -141,13 +165,21 @@ class Slowdowns:
             return ranks
         longer = [after / first for after, first in zip(now.link_s, self._links_s, strict=True)]
         typical = max(1.0, median_low(longer))
-        return {
+        links = {
             -1
             - rank: f"messages from {self._named(rank)} to {self._named((rank + 1) % len(longer))} take {factor:.1f} times longer than in "
             f"the first steps ({format_seconds(now.link_s[rank])} for 512 KiB)"
             for rank, factor in enumerate(longer)
             if factor > _LINK_FAULT * typical and now.link_s[rank] - self._links_s[rank] > _LEAST_S
         }
+        if not links and all(now.known) and min(now.least) > AT_FAULT:
+            factor = median(now.slower)
+            return {
+                len(
+                    now.least
+                ): f"all ranks compute {factor:.1f} times slower than in the first steps: are the machines busy?"
+            }
+        return links
 
     def _named(self, rank: int) -> str:
         return f"rank {rank} ({self._devices[rank]})"

@@ -51,6 +51,10 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def speeds(self) -> Path:
+        return self.path / "speeds.json"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 
