@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import torch
 
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.plan.program import Action
 from heterodyne.runtime.comm.communicator import Communicator
+from heterodyne.runtime.executor import Step
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.timeline import Timeline
 from multiprocess.models import build, captured
@@ -91,3 +94,29 @@ def test_a_collective_starts_at_one_moment_on_all_its_ranks(pool: Pool) -> None:
     for moments in starts.values():
         assert len(moments) == 3
         assert max(moments) - min(moments) < 1e-6
+
+
+def slowed(world: World, graph: ModelGraph, at: int) -> list[str | None]:
+    """What each step finds to be slower, where the passes of rank 1 take much longer from some step on."""
+    case = build(graph, 5)
+    worker = worker_of(world, case, SHARES, recorder=Recorder(rank=world.rank, device=torch.device("cpu")))
+    run = worker._executor._do
+
+    def do(action: Action, step: Step) -> None:
+        if action.kind == "F" and world.rank == 1 and step.number >= at:
+            with worker.recorder.during(action):
+                time.sleep(0.2)
+        run(action, step)
+
+    worker._executor._do = do  # type: ignore[method-assign]
+    return [worker.step(case.batch).slower for _ in range(at + 10)]
+
+
+def test_a_rank_that_becomes_slow_is_named_on_all_ranks(pool: Pool) -> None:
+    at = 14
+    for found in pool.run(4, slowed, captured("gpt"), at):
+        assert not any(found[:at])
+        (words,) = filter(None, found)
+        assert words.startswith("rank 1 (here/cpu:1) computes ")
+        assert "rank 0" not in words
+        assert at <= found.index(words) < at + 10
