@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import hashlib
 import inspect
 import sys
 import sysconfig
@@ -14,7 +15,7 @@ from typing import Any, Final
 
 from torch import nn
 
-__all__ = ["Around", "CodeRead", "around_of", "environment_of", "is_filled", "is_users"]
+__all__ = ["Around", "CodeRead", "around_of", "digest_of_code", "environment_of", "is_filled", "is_users"]
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _ENTRIES: Final = frozenset({"forward", "__call__"})
@@ -68,6 +69,19 @@ class CodeRead:
             functions=tuple(function for function in reader.functions.values() if is_users(function)),
             with_modes=frozenset(kind for kind in kinds if _has_modes(kind)),
         )
+
+
+def digest_of_code(module: nn.Module) -> str:
+    """Return a hash of the classes of a model's modules and of the user's code that their forwards reach, whatever files it stands in."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, part in module.named_modules():
+        found.update(f"{name} {type(part).__module__}.{type(part).__qualname__}\0".encode())
+    functions = {function.__qualname__: function.__code__ for function in CodeRead.of(module).functions}
+    for name, code in sorted(functions.items()):
+        for each in _with_inner(code):
+            constants = sorted(repr(c) for c in each.co_consts if isinstance(c, int | float | str | bytes | tuple))
+            found.update(f"{name} {each.co_names} {constants}\0".encode() + each.co_code)
+    return found.hexdigest()
 
 
 class _Reader:

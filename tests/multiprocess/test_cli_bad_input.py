@@ -99,6 +99,11 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("report", "holds"), "holds is no run"),
         (("emulate", "--speeds", "2", "--", "true"), "the speed of rank 0 is 2; it must be above 0 and at most 1"),
         (("emulate", "--speeds", "fast", "--", "true"), "'fast' is not a number"),
+        (("emulate", "--speeds", "0.5", "--", "torchrun", "x.py"), "'torchrun' starts workers itself"),
+        (
+            ("emulate", "--speeds", "0.5", "--", "python", "-m", "torch.distributed.run", "x.py"),
+            "starts workers itself",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

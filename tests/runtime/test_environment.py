@@ -41,6 +41,32 @@ def test_torchrun_is_understood() -> None:
     )
 
 
+def test_ranks_of_mpirun_are_recognised() -> None:
+    one_machine = {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "PMIX_NAMESPACE": "prterun-host-41@1",
+    }
+    found, other = (
+        WorkerEnvironment.read(one_machine | {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank})
+        for rank in ("0", "1")
+    )
+    assert found is not None
+    assert other is not None
+    assert (found.rank, other.rank, other.local_rank, other.world_size) == (0, 1, 1, 2)
+    assert found.master_address == "localhost"
+    assert found.master_port == other.master_port
+    assert WorkerEnvironment.read(one_machine | {"OMPI_COMM_WORLD_SIZE": "1"}) is None
+    by_hydra = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    with pytest.raises(WorkerError, match="none knows where rank 0 is"):
+        WorkerEnvironment.read(by_hydra)
+    found = WorkerEnvironment.read(by_hydra | {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"})
+    assert found is not None
+    assert (found.rank, found.local_rank, found.local_world_size, found.master_address) == (3, 1, 2, "node0")
+
+
 def test_the_four_necessary_variables_suffice() -> None:
     environment = WorkerEnvironment.read(GIVEN)
     assert environment is not None

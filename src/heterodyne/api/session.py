@@ -26,6 +26,7 @@ from heterodyne.runtime.liveness.device_queue import DeviceQueue
 from heterodyne.runtime.liveness.watchdog import Watchdog
 from heterodyne.runtime.rendezvous.distributed import init_distributed
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
+from heterodyne.runtime.same_ranks import require_same_software
 from heterodyne.units import counted, format_seconds
 
 __all__ = ["LONGEST_PHASE_S", "Session", "open_session"]
@@ -130,6 +131,7 @@ def open_session(
                 device=device,
             )
         )
+        require_same_software(communicator)
         found = discover_cluster(
             communicator,
             local_rank,

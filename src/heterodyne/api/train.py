@@ -41,7 +41,7 @@ from heterodyne.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints
 from heterodyne.runtime.data.source import DataSource
 from heterodyne.runtime.records.progress import Reporter, SilentReporter, reporter_for
 from heterodyne.runtime.records.recorder import Recorder
-from heterodyne.runtime.records.run_directory import RUNS, RunDirectory
+from heterodyne.runtime.records.run_directory import RUNS, RunDirectory, require_shared
 from heterodyne.runtime.records.run_lock import occupied
 from heterodyne.runtime.records.shortages import Shortage
 from heterodyne.runtime.trainer import Outcome, Trainer, identity_of
@@ -118,7 +118,9 @@ def _run_directory(session: Session, name: str, given: Path | None, *, resume: b
                 return RunDirectory.latest(RUNS, name) if given is None else RunDirectory.existing(given)
         return RunDirectory.create_next(RUNS, name) if given is None else RunDirectory.create(given)
 
-    return session.agreement.on_rank0(choose)
+    run = session.agreement.on_rank0(choose)
+    require_shared(run, session.agreement)
+    return run
 
 
 @contextmanager

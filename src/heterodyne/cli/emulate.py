@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from heterodyne.emulate import Mechanism, emulate
-from heterodyne.errors import UnitError
+from heterodyne.errors import HeterodyneError, UnitError
 from heterodyne.units import parse_bandwidth, parse_bytes
 
 __all__ = ["command"]
+
+_LAUNCHERS = frozenset(
+    {"torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate.commands.launch"}
+    | {"deepspeed", "mpirun", "mpiexec", "srun"}
+)
 
 
 def command(
@@ -35,6 +41,7 @@ def command(
     """
     if mechanism not in ("auto", "cgroup", "signals"):
         raise UnitError(f"--mechanism {mechanism}: write auto, cgroup or signals")
+    _require_no_launcher(run)
     chosen: Mechanism = mechanism  # type: ignore[assignment]  # the test above narrows it
     return emulate(
         [_number(text) for text in speeds.split(",")],
@@ -43,6 +50,18 @@ def command(
         links=None if links is None else [parse_bandwidth(text) for text in links.split(",")],
         mechanism=chosen,
     )
+
+
+def _require_no_launcher(run: list[str]) -> None:
+    """Raise HeterodyneError for a command that starts workers itself: each of ours would start as many."""
+    launcher = Path(run[0]).name
+    if launcher.startswith("python") and run[1:2] == ["-m"] and len(run) > 2:
+        launcher = run[2]
+    if launcher in _LAUNCHERS:
+        raise HeterodyneError(
+            f"'{launcher}' starts workers itself, and so does emulate, one for each of --speeds: write the program alone behind --, for "
+            "example: heterodyne emulate --speeds 0.7,0.35 -- python train.py"
+        )
 
 
 def _number(text: str) -> float:

@@ -15,7 +15,7 @@ from heterodyne.job import MetricsSection
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
 from heterodyne.runtime.records.metrics import Slower, StepRecord, Validation
 from heterodyne.runtime.records.peak_memory import peak_memory_bytes
-from heterodyne.runtime.records.run_directory import RunDirectory
+from heterodyne.runtime.records.run_directory import RunDirectory, require_shared
 from heterodyne.runtime.records.sinks import Sinks
 from heterodyne.runtime.worker import StepResult, Worker
 from heterodyne.text_files import write_text
@@ -34,7 +34,9 @@ def open_run(session: Session, path: Path, *, resume: bool) -> RunDirectory:
         there = path.is_dir() and any(path.iterdir())
         return RunDirectory.existing(path) if resume and there else RunDirectory.create(path)
 
-    return session.agreement.on_rank0(choose)
+    run = session.agreement.on_rank0(choose)
+    require_shared(run, session.agreement)
+    return run
 
 
 class RunRecords:

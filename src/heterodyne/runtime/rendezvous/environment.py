@@ -1,13 +1,14 @@
 """The one place that reads the environment: who this worker is and where the workers meet.
 
-The variables are those of `torchrun`; our launcher and the emulator set the same ones. Those of Slurm's ``srun`` are read where there
-are none.
+The variables are those of `torchrun`; our launcher and the emulator set the same ones. Those of Slurm's ``srun``, and of ``mpirun`` (Open
+MPI; MPICH and Intel MPI by Hydra), are read where there are none.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -17,6 +18,11 @@ __all__ = ["SECRET_VARIABLE", "WorkerEnvironment"]
 
 SECRET_VARIABLE = "HETERODYNE_RUN_SECRET"
 _SHORTEST_SECRET = 16
+_MPI = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+"""Rank, number of ranks, and the same on one machine: of Open MPI, and of Hydra."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +63,7 @@ class WorkerEnvironment:
         """
         given = os.environ if variables is None else variables
         if "RANK" not in given and "WORLD_SIZE" not in given:
-            return cls._of_slurm(given)
+            return cls._of_slurm(given) or cls._of_mpi(given)
         needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in needed if name not in given]
         if missing:
@@ -103,6 +109,41 @@ class WorkerEnvironment:
             master_address=given.get("MASTER_ADDR") or _first_node(given.get("SLURM_STEP_NODELIST", "localhost")),
             master_port=_number(
                 given, "MASTER_PORT", low=1, below=("the number of ports", 65_536), default=20_000 + step % 10_000
+            ),
+            secret=_secret(given),
+        )
+
+    @classmethod
+    def _of_mpi(cls, given: Mapping[str, str]) -> WorkerEnvironment | None:
+        """One process of several that ``mpirun`` started; None for a single one.
+
+        MPI does not say where rank 0 is: on several machines MASTER_ADDR does. The port of one machine follows from the name of the job.
+        """
+        known = next((names for names in _MPI if names[0] in given and names[1] in given), None)
+        if known is None or _number(given, known[1], low=1) == 1:
+            return None
+        rank_name, size_name, local_rank_name, local_size_name = known
+        world_size = _number(given, size_name, low=1)
+        local_rank = _number(given, local_rank_name, low=0, default=0)
+        local_size = _number(given, local_size_name, low=local_rank + 1, default=local_rank + 1)
+        if "MASTER_ADDR" not in given and local_size != world_size:
+            raise WorkerError(
+                f"mpirun started {world_size} processes on several machines, and none knows where rank 0 is; pass its host and a free port "
+                "to all: mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 (MPICH: -genv MASTER_ADDR HOST -genv MASTER_PORT 29500)"
+            )
+        job = given.get("PMIX_NAMESPACE") or given.get("OMPI_MCA_ess_base_jobid") or given.get("PMI_PORT", "")
+        return cls(
+            rank=_number(given, rank_name, low=0, below=(size_name, world_size)),
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_size,
+            master_address=given.get("MASTER_ADDR", "localhost"),
+            master_port=_number(
+                given,
+                "MASTER_PORT",
+                low=1,
+                below=("the number of ports", 65_536),
+                default=20_000 + zlib.crc32(job.encode()) % 10_000,
             ),
             secret=_secret(given),
         )

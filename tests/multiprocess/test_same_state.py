@@ -1,0 +1,61 @@
+"""Ranks that run other code, or write elsewhere, are found before anything is trained, on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from heterodyne.code_read import digest_of_code
+from heterodyne.errors import HeterodyneError, WorkerError
+from heterodyne.runtime.comm.agreement import Agreement
+from heterodyne.runtime.comm.communicator import Communicator
+from heterodyne.runtime.records.run_directory import RunDirectory, require_shared
+from heterodyne.runtime.same_ranks import require_same_code, require_same_software
+from multiprocess.pool import Pool, World
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class Tripled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 3
+
+
+Tripled.__qualname__ = "Scaled"  # a class of one name, as another state of its file has it
+
+
+def other_code(world: World) -> str:
+    communicator = Communicator(rank=world.rank, world_size=world.world_size, device=torch.device("cpu"))
+    require_same_software(communicator)
+    require_same_code(communicator, digest_of_code(Scaled()), "the code of the model")
+    with pytest.raises(WorkerError) as refused:
+        require_same_code(communicator, digest_of_code((Scaled, Tripled)[world.rank]()), "the code of the model Scaled")
+    return str(refused.value)
+
+
+def test_another_state_of_the_code_is_named_with_rank_and_host(pool: Pool) -> None:
+    for told in pool.run(2, other_code):
+        assert "the code of the model Scaled is another on rank 1 (host " in told
+        assert "bring all hosts to one state" in told
+
+
+def elsewhere(world: World, folder: Path) -> str:
+    agreement = Agreement.of_all()
+    require_shared(RunDirectory(folder), agreement)
+    (own := folder / f"of-{world.rank}").mkdir()
+    with pytest.raises(HeterodyneError) as refused:
+        require_shared(RunDirectory(own), agreement)
+    return str(refused.value)
+
+
+def test_a_run_directory_that_not_all_ranks_share_is_refused(pool: Pool, tmp_path: Path) -> None:
+    for told in pool.run(2, elsewhere, tmp_path):
+        assert "of-1 on the host " in told
+        assert "(rank 1) is not that of rank 0" in told
+    assert not list(tmp_path.rglob(".seen*"))
