@@ -34,7 +34,21 @@ def refuse_changes(graph: fx.Graph, kept: Mapping[fx.Node, str], model: nn.Modul
             name = kept.get(_base(changed))
             if name is not None and not _of_batch_norm(model, name):
                 place = f"{line}\n" if (line := line_of(node, full=True)) else ""
-                raise CaptureError(f"{place}forward changes {name!r}, {_WHY}")
+                raise CaptureError(f"{place}forward changes {name!r}, {_WHY}{_instead(model, name)}")
+
+
+def _instead(model: nn.Module, name: str) -> str:
+    """What to write in place of the part of torch's own that keeps this tensor."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    if isinstance(owner, nn.modules.instancenorm._InstanceNorm):
+        return " Without its statistics it is exact: track_running_stats=False."
+    hooks = (hook for part in model.modules() for hook in part._forward_pre_hooks.values())
+    if type(owner).__name__ == "_SpectralNorm" or any(type(hook).__name__ == "SpectralNorm" for hook in hooks):
+        return (
+            " spectral_norm takes a step of its power iteration in each forward: parametrizations.weight_norm, or a weight that is divided "
+            "by torch.linalg.matrix_norm(weight, 2) in forward, is exact."
+        )
+    return ""
 
 
 def refuse_new_buffers(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:

@@ -23,6 +23,14 @@ def refuse_closures(traced: Traced, model: nn.Module) -> None:
         name = names.get(constant.data_ptr()) if type(constant) is Tensor and not constant.is_meta else None
         if name is None:
             continue
+        replaced = next(
+            (path or type(model).__name__ for path, part in model.named_modules() if "forward" in vars(part)), ""
+        )
+        if replaced:
+            raise CaptureError(
+                f"The model cannot be captured.\nThe forward of {replaced!r} was replaced on the object, by a function that reaches the "
+                f"module it was made with, here its {name!r}. Write a subclass with that forward, or a module that holds this one and calls it."
+            )
         raise CaptureError(
             "\n".join(filter(None, ["The model cannot be captured.", _reader(node)]))
             + f"\nThis reads the parameter {name!r} of the model through a closure or a global, not as an attribute of the module, so it "
