@@ -29,7 +29,7 @@ def refuse_closures(traced: Traced, model: nn.Module) -> None:
         if replaced:
             raise CaptureError(
                 f"The model cannot be captured.\nThe forward of {replaced!r} was replaced on the object, by a function that reaches the "
-                f"module it was made with, here its {name!r}. Write a subclass with that forward, or a module that holds this one and calls it."
+                f"module it was made with, here its {name!r}. Write a subclass with that forward, or a module that calls this one."
             )
         raise CaptureError(
             "\n".join(filter(None, ["The model cannot be captured.", _reader(node)]))
