@@ -20,6 +20,29 @@ __all__ = ["Around", "CodeRead", "around_of", "digest_of_code", "environment_of"
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _ENTRIES: Final = frozenset({"forward", "__call__"})
 _COMPUTED_NAMES: Final = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
+_OF_LIFE: Final = frozenset(
+    {
+        "__init__",
+        "__new__",
+        "__del__",
+        "__init_subclass__",
+        "__repr__",
+        "__str__",
+        "__setattr__",
+        "__delattr__",
+        "__reduce__",
+    }
+    | {
+        "__reduce_ex__",
+        "__getstate__",
+        "__setstate__",
+        "__copy__",
+        "__deepcopy__",
+        "__post_init__",
+        "__hash__",
+        "__eq__",
+    }
+)
 _ENVIRONMENT: Final = frozenset({"environ", "getenv"})
 _BASES = (nn.Module, object)
 _MANY = 256  # longer lists are data
@@ -132,7 +155,7 @@ class _Reader:
                 function = getattr(function, "__func__", function)
                 if isinstance(function, FunctionType):
                     self._methods.setdefault(name, {})[id(function)] = function
-                    if name in self.names or name in _ENTRIES:
+                    if name in self.names or name in _ENTRIES or (_is_implicit(name) and is_users(function)):
                         self._coming.append(function)
 
     def follow(self) -> None:
@@ -231,6 +254,11 @@ def is_users(value: object) -> bool:
     else:
         return True
     return not place.startswith(_LIBRARIES) and (top or "").partition(".")[0] != "heterodyne"
+
+
+def _is_implicit(name: str) -> bool:
+    """Whether Python calls a method of that name where code does not name it: of operators, entries, attributes and conversions."""
+    return name.startswith("__") and name.endswith("__") and name not in _OF_LIFE
 
 
 def _has_attributes(value: object) -> bool:

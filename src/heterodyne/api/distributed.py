@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from heterodyne.api.loop.average import Average
 from heterodyne.api.loop.batches import BatchFormat, BatchLike, require_dtypes
@@ -115,6 +116,13 @@ class Distributed:
     def optimizer(self) -> torch.optim.Optimizer:
         """Of the parameters that this rank holds, perhaps none. A scheduler made of it is stepped on every rank."""
         return self._worker.optimizer
+
+    @optimizer.setter
+    def optimizer(self, _: object) -> NoReturn:
+        raise HeterodyneError(
+            "trainer.optimizer cannot be another one: plan and state are made for that which optimizer= has made. Change its options "
+            "(trainer.optimizer.param_groups), or close this trainer and distribute the model again with the other one"
+        )
 
     @property
     def steps_done(self) -> int:
@@ -258,9 +266,11 @@ class Distributed:
         return self._names.own_model(self._worker.weights(on=None))
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer (both by the names of the user's model) and step; the same on every rank."""
+        """Model, optimizer (both by the names of the user's model) and step; the same on every rank, and copies that later steps leave."""
         with self._calls.named("state_dict()"):
-            return self._names.own_state(self._worker.state_dict())
+            state = self._names.own_state(self._worker.state_dict())
+            copied: dict[str, Any] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)
+            return copied
 
     def group_options(self) -> list[dict[str, Any]]:
         """Rates and options of each group of the optimizer, as they are on the first rank that holds anything of it."""

@@ -121,6 +121,7 @@ class RankModel:
         self._watch.leave(look=True)
         self.scale = _loss_scale(placement, graph, assignment.program)
         self.optimizer = self._make_optimizer(optimizer)
+        self._grouped = sum(len(group["params"]) for group in self.optimizer.param_groups)
         self.gradients = GradientBuckets(
             self.parameters,
             buckets,
@@ -210,9 +211,21 @@ class RankModel:
     def require_as_left(self) -> None:
         """Raises PlanError where a parameter is trained now that was not when the model was captured, or has values that no step reads."""
         require_none_unfrozen(self._module, self._trained)
+        self._regroup()
         self._watch.require_as_left()
         if self.sharded is not None:
             self.sharded.require_untouched()
+
+    def _regroup(self) -> None:
+        """Let groups that the script has given the optimizer hold what this rank updates of their parameters."""
+        count = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if count == self._grouped:
+            return
+        updated = {id(p): self.masters.updated.get(name) for name, p in self._module.named_parameters()}
+        for group in self.optimizer.param_groups:
+            held = [updated.get(id(p), p) for p in group["params"]]
+            group["params"][:] = [p for p in held if p is not None]
+        self._grouped = sum(len(group["params"]) for group in self.optimizer.param_groups)
 
     def leave(self, *, look: bool) -> None:
         """The user may change what is there from here on. ``look``: whether the next step compares values."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_not
 from types import FunctionType
 from typing import TypeAlias
 
@@ -41,10 +42,18 @@ class ModelWithLoss(nn.Module):
         super().__init__()
         self.model: nn.Module = model
         self.loss_fn = _named_forward(loss_fn)
+        self._given = loss_fn, _parts(loss_fn)
         self.training = model.training
         self._inputs = tuple(inputs)
         self._positional = positional
         self._target = target
+
+    def renew(self) -> None:
+        """Take over code and defaults of the loss function, if the script has put others in their place."""
+        given, known = self._given
+        parts = _parts(given)
+        if any(map(is_not, parts, known)):
+            self.loss_fn, self._given = _named_forward(given), (given, parts)
 
     def forward(self, **batch: Tensor) -> Tensor:
         args, kwargs = self.arguments(batch)
@@ -99,6 +108,11 @@ def _named_forward(loss: LossFunction) -> LossFunction:
     named = FunctionType(code, loss.__globals__, "forward", loss.__defaults__, loss.__closure__)
     named.__kwdefaults__ = loss.__kwdefaults__
     return named
+
+
+def _parts(loss: LossFunction) -> tuple[object, ...]:
+    """What a copy of a function has as its own."""
+    return (loss.__code__, loss.__defaults__, loss.__kwdefaults__) if isinstance(loss, FunctionType) else ()
 
 
 def _accepted(model: nn.Module, batch: Mapping[str, Tensor]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
 
@@ -21,7 +22,8 @@ class Compared:
 
     Args:
         changes: of what forward and loss read, compared among all ranks.
-        between: what the script did between two steps to weights and optimizer, compared among those that have samples; None on others.
+        between: what the script did between two steps to weights and options, compared among those that have samples; None on others.
+        state: what it did to the optimizer's state, compared among those that have any; None on others.
         look: this rank asks for values of weights to be compared.
         suspects: this rank suspects that something is slower than it was.
     """
@@ -31,20 +33,21 @@ class Compared:
         communicator: Communicator,
         changes: Sequence[Change],
         between: Sequence[Change] | None = None,
+        state: Sequence[Change] | None = None,
         *,
         look: bool = False,
         suspects: bool = False,
     ) -> None:
         self._ranks = communicator.world_size
-        of_those = (0, 0, 0) if between is None else _sums(between)
-        self._sums = torch.tensor([look, suspects, *_sums(changes), *of_those], dtype=torch.float64)
+        sums = [(0, 0, 0) if of is None else _sums(of) for of in (changes, between, state)]
+        self._sums = torch.tensor([look, suspects, *chain(*sums)], dtype=torch.float64)
         self._sent = communicator.control.all_reduce(self._sums) if self._ranks > 1 else None
 
     def equal(self) -> bool:
         """Whether all ranks have seen the same."""
         _, _, *sums = self._received()
         # Of equal digests, and of no others, the squares are so large (Cauchy-Schwarz).
-        return all(ranks * squares == total**2 for ranks, total, squares in (sums[:3], sums[3:]))
+        return all(ranks * squares == total**2 for ranks, total, squares in (sums[:3], sums[3:6], sums[6:]))
 
     def look(self) -> bool:
         """Whether any rank asks for weights to be compared; alone it has nobody to compare them with."""

@@ -81,6 +81,7 @@ class ReadState:
         self._module = module
         self._structure: list[object] = []
         self._of_forward: set[str] = set()
+        self._renewed = [renew for part in module.modules() if callable(renew := getattr(part, "renew", None))]
         self.take()
 
     def leave(self) -> None:
@@ -105,6 +106,8 @@ class ReadState:
 
     def is_same(self) -> bool:
         """Whether nothing has changed since `take`, as far as identities and versions tell."""
+        for renew in self._renewed:
+            renew()
         return self._walk.is_same()
 
     def _structure_now(self) -> list[object]:

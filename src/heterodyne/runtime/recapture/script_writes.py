@@ -36,6 +36,8 @@ class ScriptWrites:
         self._optimizer = optimizer
         self.found: list[Change] = []
         """Of weights and options, before the latest step."""
+        self.state: list[Change] | None = None
+        """Of the optimizer's state, which ranks have of their own weights; None: this rank has none."""
         self.find_weights()
         self.leave()
 
@@ -43,6 +45,7 @@ class ScriptWrites:
         """From here on whatever writes to weights and options is the script."""
         self._pending.clear()
         self._options = _options(self._optimizer)
+        self._versions = _versions(self._optimizer)
         self._left.leave()
 
     def find_weights(self) -> None:
@@ -67,6 +70,13 @@ class ScriptWrites:
         look = bool(written) and (written != self._written or is_looked_at(step))
         self.found = [*self._options_changed(), *(_written(name) for name in written if name not in self._moved)]
         self._written = written
+        if self._versions:
+            same = self._versions == _versions(self._optimizer)
+            self.state = (
+                []
+                if same
+                else [Change(name="the optimizer's state", before="as the last step left it", after="another")]
+            )
         return look
 
     def _names(self) -> list[str]:
@@ -89,6 +99,12 @@ def _options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
         for key, value in group.items()
         if isinstance(value, int | float | str | tuple)
     }
+
+
+def _versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
+    """Return which tensors are its state, and how often each was written to."""
+    found = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return [(id(tensor), tensor._version) for tensor in found]
 
 
 def _written(name: str) -> Change:

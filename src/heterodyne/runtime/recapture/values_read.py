@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
-__all__ = ["Callable", "ClassOf", "Compared", "SameArray", "SameTensor", "SameVariable", "are_equal"]
+__all__ = ["Callable", "ClassOf", "Compared", "Itself", "SameArray", "SameTensor", "SameVariable", "are_equal"]
 
 SMALL = 64
-"""Elements of the tensors and arrays whose values are compared."""
+"""Elements that are compared of a tensor or an array: all, or so many of more."""
+_MOST_BYTES = 2**14  # of an array that is compared whole
+_WITH_NUMPY = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool}
+)
 
 
 class Compared(Protocol):
@@ -24,23 +30,27 @@ class Compared(Protocol):
 
 
 class SameTensor:
-    """A tensor as it was: the same object and, by its version counter, not written to; one of few elements is compared by value too,
-    since nothing counts writes through ``.data``."""
+    """A tensor as it was: the same object and, by its version counter, not written to. Of one on the host some elements are compared by
+    value too, all of a small one, since nothing counts writes through ``.data``."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version = tensor, tensor._version
-        few = tensor.device.type == "cpu" and tensor.numel() <= SMALL
+        on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized
+        few = on_host and tensor.numel() <= SMALL
         self.values = tensor.detach().clone() if few else None
+        self._some = SameArray(_as_array(tensor)) if on_host and not few and tensor.dtype in _WITH_NUMPY else None
 
     def is_still(self) -> bool:
-        return self.values is None or _have_equal_values(self.values, self.tensor.detach())
+        if self.values is not None:
+            return _have_equal_values(self.values, self.tensor.detach())
+        return self._some is None or self._some.is_still()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SameTensor):
             return False
         if self.values is not None and other.values is not None:
             return self.values.dtype is other.values.dtype and _have_equal_values(self.values, other.values)
-        return other.tensor is self.tensor and other.version == self.version
+        return other.tensor is self.tensor and other.version == self.version and other._some == self._some
 
     __hash__ = None  # type: ignore[assignment]  # it is compared alone
 
@@ -51,10 +61,11 @@ class SameTensor:
 
 
 class SameArray:
-    """An array of few elements as it was."""
+    """An array as it was, by all of its elements, or by some of many."""
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self._array, self._bytes = array, array.tobytes()
+        self._array = array if array.nbytes <= _MOST_BYTES else array.reshape(-1)[:: array.size // SMALL]
+        self._bytes = self._array.tobytes()
         self._described = (array.shape, str(array.dtype))
 
     def is_still(self) -> bool:
@@ -66,6 +77,8 @@ class SameArray:
     __hash__ = None  # type: ignore[assignment]  # it is compared alone
 
     def __repr__(self) -> str:
+        if self._array.size > SMALL or self._array.shape != self._described[0]:
+            return f"an array of {list(self._described[0])} ({hashlib.blake2b(self._bytes, digest_size=4).hexdigest()})"
         return str(np.frombuffer(self._bytes, self._described[1]).reshape(self._described[0]).tolist())
 
 
@@ -98,6 +111,21 @@ class ClassOf:
         return self.kind.__name__
 
 
+@dataclass(frozen=True, eq=False)
+class Itself:
+    """An object of which only identity is known."""
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and other.value is self.value
+
+    __hash__ = None  # type: ignore[assignment]  # it is compared alone
+
+    def __repr__(self) -> str:
+        return f"an object of {type(self.value).__name__}"
+
+
 class SameVariable:
     """A variable of the environment as it was."""
 
@@ -115,3 +143,8 @@ def are_equal(before: object, after: object) -> bool:
 
 def _have_equal_values(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _as_array(tensor: Tensor) -> np.ndarray[Any, Any]:
+    found: np.ndarray[Any, Any] = tensor.detach().numpy()
+    return found

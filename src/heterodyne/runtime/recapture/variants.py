@@ -164,12 +164,14 @@ class Variants:
         self._watch = watch
         self._say = say
         self._communicator = first.assignment.communicator
+        self._exchanges = bool(first.capture.graph.batch_statistics) and first.later is not None
         self._trains = bool(first.assignment.role.micro_batches.samples)
         self.first = first
         self._training = _Seen(ReadState(module), self.first)
         self._evaluating: _Seen | None = None
         self._start = self._training.read.state
         self._parameters = self._training.read.parameters
+        self._dtypes = {name: parameter.dtype for name, parameter in self._parameters.items()}
         self._known: list[tuple[State, Variant]] = [(self._start, self.first)]
         self._numbers: dict[str, None] = {}  # attributes that have changed, in order
         self._in_a_row = 0  # steps for each of which the model was captured, because of what is in `_row`
@@ -194,7 +196,9 @@ class Variants:
         before, changed = seen.read.state, self._look(seen)
         look = self.writes.find(number)
         between = self.writes.found if self._trains else None
-        compared = Compared(self._communicator, seen.changes, between, look=look, suspects=suspects)
+        compared = Compared(self._communicator, seen.changes, between, self.writes.state, look=look, suspects=suspects)
+        if self._exchanges and not compared.equal():  # before a forward in which ranks wait for each other
+            raise self.disagreement()
         if changed and compared.equal():
             self._switch(seen, before)
         elif changed:  # what runs until the step is refused is what ran before
@@ -237,7 +241,9 @@ class Variants:
 
     def disagreement(self) -> PlanError:
         """Return what to say of changes before the latest step that not all ranks have made. Collective."""
-        return disagreement(self._communicator, [*self._training.changes, *self.writes.found])
+        return disagreement(
+            self._communicator, [*self._training.changes, *self.writes.found, *(self.writes.state or ())]
+        )
 
     def _look(self, seen: _Seen) -> bool:
         """Whether anything is another than at the last look in this mode."""
@@ -262,11 +268,17 @@ class Variants:
         """Let what runs be that of the state as it is now. Raises PlanError or CaptureError, on all ranks if on any."""
         state = seen.read.state
         now = seen.read.parameters
-        for name in self._parameters.keys() | now.keys():
-            if self._parameters.get(name) is not now.get(name):
+        for name in sorted(self._parameters.keys() | now.keys()):
+            parameter, dtype = self._parameters.get(name), self._dtypes.get(name)
+            if parameter is not now.get(name):
                 raise PlanError(
                     f"{name!r} is another parameter than when the model was distributed, which the optimizer does not know. Write into "
-                    f"the one that is there (with torch.no_grad(): model.{name}.copy_(value)), or distribute the model again"
+                    "the one that is there (with torch.no_grad(): parameter.copy_(value)), or distribute the model again"
+                )
+            if parameter is not None and parameter.dtype is not dtype:
+                raise PlanError(
+                    f"{name!r} was {dtype} when the model was distributed and is {parameter.dtype}: gradients and optimizer have that "
+                    "type. Change it before, and distribute the model again"
                 )
         self._replaced.agreed()
         self.writes.find_weights()
@@ -321,8 +333,12 @@ class Variants:
         try:
             self._communicator.agreement.gather_or_raise(lambda: found.append(do()))
         except HeterodyneError as error:
+            other = (
+                ""
+                if self.first.later is not None
+                else ", or take a plan in which each device runs the whole model (plan='data')"
+            )
             raise PlanError(
-                f"{words}, and this plan cannot follow that: {error}\nChange it before the model is distributed, or take a plan in which "
-                "each device runs the whole model (plan='data')"
+                f"{words}, and this plan cannot follow that: {error}\nChange it before the model is distributed{other}"
             ) from error
         return found[0]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from array import array
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from enum import Enum
 from functools import partial
+from multiprocessing.sharedctypes import SynchronizedBase
+from numbers import Number
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
@@ -20,10 +24,10 @@ from torch.nn.modules import module as module_hooks
 
 from heterodyne.code_read import CodeRead, around_of, environment_of, is_users
 from heterodyne.runtime.recapture.values_read import (
-    SMALL,
     Callable,
     ClassOf,
     Compared,
+    Itself,
     SameArray,
     SameTensor,
     SameVariable,
@@ -32,12 +36,11 @@ from heterodyne.runtime.recapture.values_read import (
 __all__ = ["CALLED", "HOOKS", "Walk", "quoted"]
 
 CALLED = (FunctionType, BuiltinFunctionType, MethodType)
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, range, slice, torch.Size)
+_PLAIN = (bool, int, float, complex, Number, str, bytes, type(None), Enum, range, slice, torch.Size)
 _MANY = 256  # longer lists are data
-_DEEP = 5  # of objects and containers in each other
+_DEEP = 12  # of objects and containers in each other
 _OF_TORCH: Final = frozenset(vars(nn.Module()))
 _BYTES = (array, bytearray)
-_MOST_BYTES = 4096
 HOOKS: Final = tuple(key for key in _OF_TORCH if key.endswith("_hooks") and "state_dict" not in key)
 
 
@@ -68,7 +71,7 @@ class Walk:
             and list(map(type, self._parts)) == self._kinds
             and list(map(len, self._sized)) == self._sizes
             and [tensor._version for tensor in self._tensors] == self._versions
-            and [tensor.requires_grad for tensor in self._stored] == self._trained
+            and [(tensor.requires_grad, tensor.dtype) for tensor in self._stored] == self._trained
             and all(same.is_still() for same in self._compared)
         )
 
@@ -88,7 +91,7 @@ class Walk:
                 self._hooks(f"torch.nn.modules.module.{key}", table)
         self._sizes = list(map(len, self._sized))
         self._versions = [tensor._version for tensor in self._tensors]
-        self._trained = [tensor.requires_grad for tensor in self._stored]
+        self._trained = [(tensor.requires_grad, tensor.dtype) for tensor in self._stored]
 
     def _slot(self, holder: Any, key: Any, value: object) -> None:
         self._slots.append((holder, key))
@@ -114,10 +117,14 @@ class Walk:
         for key, part in module._modules.items():
             self._slot(module._modules, key, part)
             self.values[quoted(_joined(path, key))] = None if part is None else ClassOf(type(part))
+        self._of_classes(path, kind, own, _DEEP)
+
+    def _of_classes(self, path: str, kind: type, own: Mapping[str, Any], deep: int) -> None:
+        """What its classes have as attributes that code names, and as methods."""
         for base in (base for base in kind.__mro__ if base not in (nn.Module, object)):
-            for key, value in vars(base).items():
+            for key, value in list(vars(base).items()):
                 if key in self._code.names and key not in own and not key.startswith("__") and _is_value(value):
-                    self._attribute(_joined(path, key), vars(base), key, value)
+                    self._attribute(_joined(path, key), vars(base), key, value, deep)
             self._methods(base)
 
     def _methods(self, base: type) -> None:
@@ -143,6 +150,8 @@ class Walk:
             if tensor is not None:
                 self._stored.append(tensor)
                 self.values[f"requires_grad of {_joined(path, key)!r}"] = tensor.requires_grad
+                if isinstance(tensor, nn.Parameter):
+                    self.values[f"the type of {_joined(path, key)!r}"] = str(tensor.dtype).removeprefix("torch.")
 
     def _hooks(self, name: str, table: Mapping[Any, Any]) -> None:
         self._sized.append(table)
@@ -206,10 +215,22 @@ class Walk:
             self._names_of(name, value, deep)
         elif isinstance(value, ContextVar):
             self._attribute(name, _Current(value), 0, _Current(value)[0], deep)
-        elif isinstance(value, _BYTES):
+        elif isinstance(value, weakref.ref):
+            self._value(name, value(), deep)
+        elif isinstance(value, SynchronizedBase):
+            self._value(name, value.get_obj(), deep)
+        elif isinstance(value, torch.optim.Optimizer):
+            groups = [{k: v for k, v in group.items() if k != "params"} for group in value.param_groups]
+            for group, options in zip(value.param_groups, groups, strict=True):
+                for key in options:
+                    self._slot(group, key, group[key])
+            self._value(f"{name}.param_groups", groups, deep)
+        elif isinstance(value, (*_BYTES, ctypes._SimpleCData)):
             self._copied(name, value)
         elif hasattr(value, "__dict__"):
             self._object(name, value, deep)
+        else:
+            self.values[quoted(name)] = Itself(value)
         for key in _slots_of(type(value)):
             if hasattr(value, key) and self._is_read(key, users=is_users(type(value))):
                 self._attribute(f"{name}.{key}", _Attributes(value), key, getattr(value, key), deep)
@@ -230,6 +251,8 @@ class Walk:
         for key, part in list(own.items()):
             if self._is_read(key, users=users) and (users or not isinstance(part, str | type(None))):
                 self._attribute(f"{name}.{key}", own, key, part, deep)
+        if users:
+            self._of_classes(name, type(value), own, deep)
 
     def _names_of(self, name: str, place: type | ModuleType, deep: int) -> None:
         """Numbers and functions of a class or a module that code reads by name, and of modules in it."""
@@ -264,15 +287,13 @@ class Walk:
         self.values[quoted(name)] = same
 
     def _copied(self, name: str, value: Any) -> None:
-        if len(value) <= _MOST_BYTES:
-            same = SameArray(np.asarray(value))
-            self._compared.append(same)
-            self.values[quoted(name)] = same
+        same = SameArray(np.ctypeslib.as_array(value) if isinstance(value, ctypes._SimpleCData) else np.asarray(value))
+        self._compared.append(same)
+        self.values[quoted(name)] = same
 
     def _array(self, name: str, array: np.ndarray[Any, Any] | np.generic) -> None:
-        found = np.asarray(array)
-        if found.size <= SMALL:
-            same = SameArray(found)
+        if np.asarray(array).dtype != object:
+            same = SameArray(np.asarray(array))
             self._compared.append(same)
             self.values[quoted(name)] = same
 

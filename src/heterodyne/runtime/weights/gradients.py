@@ -85,6 +85,7 @@ class GradientBuckets:
         self._filled: list[bool] | None = None  # of each entry, when the unused ones were last looked for
         self._frozen: frozenset[str] = frozenset()
         self._armed: frozenset[str] = frozenset()
+        self._in_step = False
         self._next = 0
         self._hooks = [_on_gradient(of[0].parameter, self._hook(of)) for of in self._entries_of.values()]
 
@@ -108,6 +109,7 @@ class GradientBuckets:
             bucket.pending, bucket.given_back = None, False
         self._armed = frozenset()
         self._next = 0
+        self._in_step = True
 
     @property
     def _untouched(self) -> frozenset[str]:
@@ -151,6 +153,7 @@ class GradientBuckets:
         if differs or (self.same_way and self._unused is None and all(b.pending is not None for b in shared)):
             self._unused = self._find_untouched() - (self._frozen if self.same_way else frozenset())
             self._filled = [entry.filled for entry in self._entries]
+        self._in_step = False
         untouched = self._untouched
         for entry in self._entries:
             if entry.name in untouched:
@@ -297,8 +300,8 @@ class GradientBuckets:
 
     def _hook(self, entries: Sequence[Entry]) -> Callable[[Tensor], None]:
         def on_gradient(parameter: Tensor) -> None:
-            if parameter.grad is None:
-                return  # a backward has come by and left nothing: what it has for this one comes later
+            if parameter.grad is None or not self._in_step:
+                return  # a backward has come by and left nothing, and what it has for this one comes later; or it is the script's own
             for entry in entries:
                 self._on_gradient(entry)
 

@@ -42,6 +42,12 @@ def forward_order(module: nn.Module, graph: ModelGraph) -> dict[str, int]:
 def require_none_unfrozen(module: nn.Module, trained: Collection[str]) -> None:
     """Raises PlanError if a parameter is trained now that was frozen, or not there, when buckets and optimizer were made (``trained``)."""
     late = [name for name, p in module.named_parameters() if p.requires_grad and name not in trained]
+    renamed = [name for name in late if name.rpartition(".")[2] not in {known.rpartition(".")[2] for known in trained}]
+    if renamed:
+        raise PlanError(
+            f"{', '.join(renamed[:5])}: no parameter of that name was there when the trainer was made, as after pruning, weight_norm or a "
+            "parametrization that is added in the middle of a run. Close the trainer, and distribute the model as it is now"
+        )
     if late:
         raise PlanError(
             f"{', '.join(late[:5])}: not trained when the trainer was made, and requires_grad now. No gradient would reach "
