@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hmac
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -33,12 +34,13 @@ _NETWORK_WORDS = ("gloo", "nccl", "connection", "socket", "timed out", "timeout"
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What a worker has while it is connected: who it is, who the others are, the store, the watchdog."""
+    """What a worker has while it is connected: who it is, who the others are, the store, the watchdog, and what signs `Objects`."""
 
     environment: WorkerEnvironment
     members: tuple[Member, ...]
     store: Store
     watchdog: Watchdog
+    key: bytes = field(repr=False)
 
 
 @contextmanager
@@ -95,7 +97,8 @@ def init_distributed(
                     timeout=_COLLECTIVE_TIMEOUT,
                     device_id=device_id,
                 )
-                yield Session(environment=environment, members=members, store=store, watchdog=watchdog)
+                key = hmac.digest(run_store.key, b"objects", "sha256")
+                yield Session(environment=environment, members=members, store=store, watchdog=watchdog, key=key)
             except (RuntimeError, WorkerError) as error:
                 if isinstance(error, OutOfMemoryError):
                     # First, for a backend may end the others as soon as this one's connections close.
