@@ -26,7 +26,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 
 from heterodyne.emulate.network import WorkerNetwork, why_not, worker_networks
 from heterodyne.processes.launch import WorkerSpec, launch_workers
-from heterodyne.runtime.rendezvous.gateway import LOOPBACK, Gateway, Tunnel
+from heterodyne.runtime.rendezvous.gateway import Gateway, Tunnel
+from heterodyne.runtime.rendezvous.store import kept_store
+from heterodyne.runtime.rendezvous.store_port import LOOPBACK
 
 LINK = 1e9  # bytes per second
 PORT = "29400"
@@ -165,16 +167,16 @@ def meeting_ports(network: WorkerNetwork, stranger: WorkerNetwork) -> list[int]:
 
 def store_calls(results: Results) -> None:
     """How long a call of the store takes, directly and through a gateway and a tunnel."""
-    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     bound = socket.socket()
     bound.bind((LOOPBACK, 0))
     secret = os.urandom(32)
     with (
-        closing(Gateway(bound, secret=secret, store_port=store.port, say=print)) as gateway,
+        kept_store(timedelta(seconds=30)) as (store, port),
+        closing(Gateway(bound, secret=secret, store=port, say=print)) as gateway,
         closing(Tunnel(LOOPBACK, gateway.port, secret=secret)) as tunnel,
     ):
-        for name, port in (("direct", store.port), ("through the gateway", tunnel.port)):
-            client = TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
+        through = TCPStore(LOOPBACK, tunnel.port, is_master=False, wait_for_workers=False)
+        for name, client in (("of rank 0", store), ("through the gateway", through)):
             times = []
             for _ in range(CALLS):
                 start = time.perf_counter()
