@@ -1,7 +1,8 @@
-"""Ten kinds of traffic at the port where workers meet, from another network namespace: training goes on, and its losses are right.
+"""Strangers at the ports of a run, from its machine and from another one: training goes on, its losses are right, nobody reaches its store.
 
-Two workers in namespaces of their own train a small model under this library's launcher and under two agents of torchrun. A third
-namespace is the stranger, who reaches every port of rank 0. Needs root and iproute2. Calls of the store through the gateway are timed too.
+Two workers in namespaces of their own train a small model under this library's launcher and under two agents of torchrun. Ten kinds of
+traffic come from a third namespace, to the ports where workers meet; then torch's own client tries every port that rank 0 listens at, from
+that namespace and from rank 0's. Needs root and iproute2. Calls of the store are timed too.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ WORKER = ROOT / "benchmarks" / "strangers_worker.py"
 KINDS = (
     "flood", "half-open", "garbage", "HTTP", "huge length", "TLS", "port scan", "slow bytes", "torch client", "replay",
 )  # fmt: skip
+FROM = {"store from another machine": 2, "store from its machine": 0}  # in whose namespace a store is looked for
 CALLS = 2000
 
 
@@ -46,12 +48,13 @@ def main() -> int:
         sys.exit(f"error: {reason}")
     results = Results("strangers")
     seconds = 1.5 if options.quick else 8.0
-    wrong, stopped = 0.0, 0
+    wrong, stopped, reached = 0.0, 0, 0.0
     for launcher in options.launchers:
         with tempfile.TemporaryDirectory() as folder, worker_networks([LINK] * 3) as networks:
             run = Run(Path(folder), launcher, networks)
             told = run.under_traffic(seconds)
             stopped += run.status != 0
+            reached += sum(row.get("stores", 0) for row in told.values())
             for kind, row in told.items():
                 results.row(f"{launcher}: {kind}", **row)
             error = run.error()
@@ -59,6 +62,7 @@ def main() -> int:
             wrong = max(wrong, error)
     store_calls(results)
     results.bar("runs that traffic ended", stopped, "<= 0")
+    results.bar("stores that a stranger reached", reached, "<= 0")
     results.bar("largest relative error of a loss", wrong, "<= 1e-05")
     return results.write(options.json)
 
@@ -79,7 +83,7 @@ class Run:
             self._wait_for_steps(20, thread)
             told = {}
             quiet = self._phase(None, seconds)
-            for kind in KINDS:
+            for kind in (*KINDS, *FROM):
                 found = self._phase(kind, seconds)
                 told[kind] = found | {"step time over quiet": found["median step_s"] / quiet["median step_s"]}
                 print(f"{self._launcher}: {kind}: {told[kind]}", flush=True)
@@ -115,19 +119,19 @@ class Run:
 
     def _phase(self, kind: str | None, seconds: float) -> dict[str, float]:
         before = self._step_times()
-        sent = 0
+        sent, found = 0, list[int]()
         if kind is None:
             time.sleep(seconds)
         else:
-            stranger, target = self._networks[2], self._networks[0]
-            ports = meeting_ports(target, stranger)
+            stranger, target = self._networks[FROM.get(kind, 2)], self._networks[0]
+            ports = places(target) if kind in FROM else meeting_ports(target, stranger)
             done = subprocess.run(
                 stranger.enter((sys.executable, str(TRAFFIC), kind, str(seconds), target.address, *map(str, ports))),
                 capture_output=True, text=True, check=False,
             )  # fmt: skip
             if done.returncode:
                 raise RuntimeError(done.stderr)
-            sent = int(done.stdout)
+            sent, *found = map(int, done.stdout.split())
         times = self._step_times()[len(before) :]
         if len(times) < 2:
             raise RuntimeError(f"no steps during {kind}")
@@ -137,7 +141,7 @@ class Run:
             "steps": len(steps),
             "median step_s": statistics.median(steps),
             "longest step_s": max(steps),
-        }
+        } | ({"stores": float(found[0])} if found else {})
 
     def _step_times(self) -> list[float]:
         path = self._folder / "times"
@@ -149,6 +153,15 @@ class Run:
             if not thread.is_alive() or time.monotonic() > until:
                 raise RuntimeError("the run did not start")
             time.sleep(0.1)
+
+
+def places(network: WorkerNetwork) -> list[str]:
+    """Where rank 0 listens, but for torchrun's own store, which lets anybody in."""
+    told = subprocess.run(
+        network.enter((shutil.which("ss") or "ss", "-Hltn")), capture_output=True, text=True, check=True
+    )
+    all_of_them = [line.split()[3].replace("*", network.address) for line in told.stdout.splitlines()]
+    return [place for place in all_of_them if not place.endswith(f":{PORT}")]
 
 
 def meeting_ports(network: WorkerNetwork, stranger: WorkerNetwork) -> list[int]:
