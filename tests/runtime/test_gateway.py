@@ -16,7 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 
 from heterodyne.errors import WorkerError
 from heterodyne.runtime.liveness.signing import SignedStore
-from heterodyne.runtime.rendezvous import gateway
+from heterodyne.runtime.rendezvous import gateway, store_port
 from heterodyne.runtime.rendezvous import store as stores
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 from heterodyne.runtime.rendezvous.gateway import Gateway, Tunnel
@@ -249,3 +249,14 @@ def test_behind_the_store_of_torchrun_too(monkeypatch: pytest.MonkeyPatch) -> No
         open_store(replace(given, rank=1, local_rank=1, secret=""), timeout_s=10),
     ):
         pass
+
+
+def test_the_port_of_the_store_is_for_its_gateway_where_the_kernel_has_filters(monkeypatch: pytest.MonkeyPatch) -> None:
+    with kept_store(TIMEOUT) as (_, port):
+        assert port.guarded
+        with pytest.raises(TimeoutError):
+            socket.create_connection((LOOPBACK, port.number), timeout=0.3)
+    monkeypatch.setattr(store_port, "_ATTACH_FILTER", 9999)
+    with kept_store(TIMEOUT) as (store, port), closing((place := Place(store, port)).gateway):
+        assert not port.guarded
+        assert place.serves()

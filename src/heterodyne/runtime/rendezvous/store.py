@@ -169,6 +169,10 @@ class _Opening:
         bound = bound or socket.create_server(("", self._port), family=socket.AF_INET6, dualstack_ipv6=True)
         try:
             store, port = self._stack.enter_context(kept_store(self._timeout))
+            if not port.guarded:
+                self._say(
+                    "this system cannot close the store's port to other programs of this machine, so they can end or stall the run"
+                )
         except BaseException:
             bound.close()
             raise
