@@ -1,7 +1,8 @@
-"""Ten kinds of traffic at the port where workers meet, from another network namespace: training goes on, and its losses are right.
+"""Strangers at the ports of a run, from its machine and from another one: training goes on, its losses are right, nobody reaches its store.
 
-Two workers in namespaces of their own train a small model under this library's launcher and under two agents of torchrun. A third
-namespace is the stranger, who reaches every port of rank 0. Needs root and iproute2. Calls of the store through the gateway are timed too.
+Two workers in namespaces of their own train a small model under this library's launcher and under two agents of torchrun. Ten kinds of
+traffic come from a third namespace, to the ports where workers meet; then torch's own client tries every port that rank 0 listens at, from
+that namespace and from rank 0's. Needs root and iproute2. Calls of the store are timed too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 
 from heterodyne.emulate.network import WorkerNetwork, why_not, worker_networks
 from heterodyne.processes.launch import WorkerSpec, launch_workers
-from heterodyne.runtime.rendezvous.gateway import LOOPBACK, Gateway, Tunnel
+from heterodyne.runtime.rendezvous.gateway import Gateway, Tunnel
+from heterodyne.runtime.rendezvous.store import kept_store
+from heterodyne.runtime.rendezvous.store_port import LOOPBACK
 
 LINK = 1e9  # bytes per second
 PORT = "29400"
@@ -35,6 +38,7 @@ WORKER = ROOT / "benchmarks" / "strangers_worker.py"
 KINDS = (
     "flood", "half-open", "garbage", "HTTP", "huge length", "TLS", "port scan", "slow bytes", "torch client", "replay",
 )  # fmt: skip
+FROM = {"store from another machine": 2, "store from its machine": 0}  # in whose namespace a store is looked for
 CALLS = 2000
 
 
@@ -44,12 +48,13 @@ def main() -> int:
         sys.exit(f"error: {reason}")
     results = Results("strangers")
     seconds = 1.5 if options.quick else 8.0
-    wrong, stopped = 0.0, 0
+    wrong, stopped, reached = 0.0, 0, 0.0
     for launcher in options.launchers:
         with tempfile.TemporaryDirectory() as folder, worker_networks([LINK] * 3) as networks:
             run = Run(Path(folder), launcher, networks)
             told = run.under_traffic(seconds)
             stopped += run.status != 0
+            reached += sum(row.get("stores", 0) for row in told.values())
             for kind, row in told.items():
                 results.row(f"{launcher}: {kind}", **row)
             error = run.error()
@@ -57,6 +62,7 @@ def main() -> int:
             wrong = max(wrong, error)
     store_calls(results)
     results.bar("runs that traffic ended", stopped, "<= 0")
+    results.bar("stores that a stranger reached", reached, "<= 0")
     results.bar("largest relative error of a loss", wrong, "<= 1e-05")
     return results.write(options.json)
 
@@ -77,7 +83,7 @@ class Run:
             self._wait_for_steps(20, thread)
             told = {}
             quiet = self._phase(None, seconds)
-            for kind in KINDS:
+            for kind in (*KINDS, *FROM):
                 found = self._phase(kind, seconds)
                 told[kind] = found | {"step time over quiet": found["median step_s"] / quiet["median step_s"]}
                 print(f"{self._launcher}: {kind}: {told[kind]}", flush=True)
@@ -113,19 +119,19 @@ class Run:
 
     def _phase(self, kind: str | None, seconds: float) -> dict[str, float]:
         before = self._step_times()
-        sent = 0
+        sent, found = 0, list[int]()
         if kind is None:
             time.sleep(seconds)
         else:
-            stranger, target = self._networks[2], self._networks[0]
-            ports = meeting_ports(target, stranger)
+            stranger, target = self._networks[FROM.get(kind, 2)], self._networks[0]
+            ports = places(target) if kind in FROM else meeting_ports(target, stranger)
             done = subprocess.run(
                 stranger.enter((sys.executable, str(TRAFFIC), kind, str(seconds), target.address, *map(str, ports))),
                 capture_output=True, text=True, check=False,
             )  # fmt: skip
             if done.returncode:
                 raise RuntimeError(done.stderr)
-            sent = int(done.stdout)
+            sent, *found = map(int, done.stdout.split())
         times = self._step_times()[len(before) :]
         if len(times) < 2:
             raise RuntimeError(f"no steps during {kind}")
@@ -135,7 +141,7 @@ class Run:
             "steps": len(steps),
             "median step_s": statistics.median(steps),
             "longest step_s": max(steps),
-        }
+        } | ({"stores": float(found[0])} if found else {})
 
     def _step_times(self) -> list[float]:
         path = self._folder / "times"
@@ -147,6 +153,15 @@ class Run:
             if not thread.is_alive() or time.monotonic() > until:
                 raise RuntimeError("the run did not start")
             time.sleep(0.1)
+
+
+def places(network: WorkerNetwork) -> list[str]:
+    """Where rank 0 listens, but for torchrun's own store, which lets anybody in."""
+    told = subprocess.run(
+        network.enter((shutil.which("ss") or "ss", "-Hltn")), capture_output=True, text=True, check=True
+    )
+    all_of_them = [line.split()[3].replace("*", network.address) for line in told.stdout.splitlines()]
+    return [place for place in all_of_them if not place.endswith(f":{PORT}")]
 
 
 def meeting_ports(network: WorkerNetwork, stranger: WorkerNetwork) -> list[int]:
@@ -165,16 +180,16 @@ def meeting_ports(network: WorkerNetwork, stranger: WorkerNetwork) -> list[int]:
 
 def store_calls(results: Results) -> None:
     """How long a call of the store takes, directly and through a gateway and a tunnel."""
-    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     bound = socket.socket()
     bound.bind((LOOPBACK, 0))
     secret = os.urandom(32)
     with (
-        closing(Gateway(bound, secret=secret, store_port=store.port, say=print)) as gateway,
+        kept_store(timedelta(seconds=30)) as (store, port),
+        closing(Gateway(bound, secret=secret, store=port, say=print)) as gateway,
         closing(Tunnel(LOOPBACK, gateway.port, secret=secret)) as tunnel,
     ):
-        for name, port in (("direct", store.port), ("through the gateway", tunnel.port)):
-            client = TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
+        through = TCPStore(LOOPBACK, tunnel.port, is_master=False, wait_for_workers=False)
+        for name, client in (("of rank 0", store), ("through the gateway", through)):
             times = []
             for _ in range(CALLS):
                 start = time.perf_counter()

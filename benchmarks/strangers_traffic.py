@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 import struct
 import sys
+import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -18,6 +20,10 @@ MOST_HELD = 500
 
 def main() -> None:
     kind, seconds, address = sys.argv[1], float(sys.argv[2]), sys.argv[3]
+    if kind.startswith("store"):
+        sys.stdout.write("{} {}".format(*stores(sys.argv[4:], address, seconds)))
+        sys.stdout.flush()
+        os._exit(0)  # torch's client has no end where something else than a store listens
     ports = [int(port) for port in sys.argv[4:]]
     if kind == "greeting":
         sys.stdout.write(" ".join(str(port) for port in ports if greets(address, port)))
@@ -92,6 +98,25 @@ def torch_client(address: str, port: int) -> int:
         with suppress(RuntimeError):
             store.get("nothing")
     return 1
+
+
+def stores(places: list[str], address: str, seconds: float) -> tuple[int, int]:
+    """How many places there are, and at how many a store of torch answers."""
+    import torch.distributed as dist
+
+    reached = []
+
+    def attack(host: str, port: str) -> None:
+        wide = host.strip("[]") in ("", "::", "0.0.0.0", "*")
+        with suppress(RuntimeError):
+            store = dist.TCPStore(address if wide else host, int(port), is_master=False, wait_for_workers=False)
+            reached.append(store.list_keys())
+
+    for place in places:
+        host, _, port = place.rpartition(":")
+        threading.Thread(target=attack, args=(host, port), daemon=True).start()
+    time.sleep(max(5.0, seconds))
+    return len(places), len(reached)
 
 
 if __name__ == "__main__":

@@ -27,9 +27,10 @@ from unittest import mock
 
 from heterodyne.processes import worker_exit_status
 from heterodyne.processes.port import reserve_port
-from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
+from heterodyne.runtime.rendezvous.environment import SECRET_VARIABLE, WorkerEnvironment
 from multiprocess.pool import PRELOADED
 
+SECRET = "what the workers of a crowd know"
 PATIENCE_S = 120.0  # a test that hangs, not one that is slow
 
 Job = Callable[..., None]
@@ -93,6 +94,7 @@ class Crowd:
             local_world_size=world_size,
             master_address="127.0.0.1",
             master_port=self._port,
+            secret=SECRET,
         )
         process = self._context.Process(target=_live, args=(job, environment, arguments, str(output)))
         process.start()
@@ -124,6 +126,7 @@ def _launched(environment: WorkerEnvironment, arguments: list[str], folder: str,
             "LOCAL_WORLD_SIZE": str(environment.local_world_size),
             "MASTER_ADDR": environment.master_address,
             "MASTER_PORT": str(environment.master_port),
+            SECRET_VARIABLE: environment.secret,
         }
     )
     module = arguments[0] == "-m"

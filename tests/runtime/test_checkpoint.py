@@ -456,12 +456,13 @@ LOADS = {
 }
 BETWEEN_OWN_PROCESSES = {
     "heterodyne.runtime.comm.agreement",  # whether an error can be sent to the other ranks
+    "heterodyne.runtime.comm.objects",  # what other ranks have signed
     "heterodyne.runtime.data.elements",  # where a stream is, from the process of this rank that reads it
 }
 
 
 def test_nothing_on_the_way_of_resume_reads_what_could_run_code() -> None:
-    """Of our own modules, all that `heterodyne.api.train` imports, at once or in a function; torch sends objects between the ranks."""
+    """Of our own modules, all that `heterodyne.api.train` imports, at once or in a function."""
     reached: dict[str, ast.Module] = {}
     waiting = ["heterodyne.api.train"]
     while waiting:

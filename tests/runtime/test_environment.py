@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import resource
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -11,13 +14,16 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 
 from heterodyne.errors import WorkerError
 from heterodyne.processes.port import reserve_port
+from heterodyne.runtime.rendezvous import gateway
 from heterodyne.runtime.rendezvous import store as stores
 from heterodyne.runtime.rendezvous.distributed import init_distributed
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 from heterodyne.runtime.rendezvous.file_handles import require_file_handles
+from heterodyne.runtime.rendezvous.own_secret import secret_of_user
 from heterodyne.runtime.rendezvous.store import open_store
 
 GIVEN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+SECRET = {"HETERODYNE_RUN_SECRET": "the secret of this run"}
 
 
 def test_torchrun_is_understood() -> None:
@@ -149,7 +155,7 @@ def test_what_slurm_cannot_mean_is_refused() -> None:
 def test_each_meeting_of_the_same_processes_has_keys_of_its_own() -> None:
     """The store of torchrun outlives a trainer, and what the first has left there must not be read by the second."""
     launcher = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    given = GIVEN | {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launcher.port)}
+    given = GIVEN | SECRET | {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launcher.port)}
     environment = WorkerEnvironment.read(given | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert environment is not None
     with open_store(environment, timeout_s=10.0) as first, open_store(environment, timeout_s=10.0) as second:
@@ -171,6 +177,24 @@ def test_a_secret_is_not_shown_and_not_short() -> None:
         assert not secret or secret not in str(told.value)
 
 
+def test_without_a_secret_the_workers_of_a_user_have_one_in_common(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    with ThreadPoolExecutor(8) as pool:
+        made = {found.result() for found in [pool.submit(secret_of_user) for _ in range(8)]}
+    assert len(made) == 1
+    assert len(made.pop()) == 64
+    (file,) = (tmp_path / "heterodyne").iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.chmod(0o640)
+    with pytest.raises(WorkerError, match="is no file that only its owner can read: remove it, or set HETERODYNE_RUN"):
+        secret_of_user()
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    with pytest.raises(WorkerError, match=r"cannot be made or read .*: set HETERODYNE_RUN_SECRET to one long random"):
+        secret_of_user()
+
+
 def test_a_process_group_that_is_there_is_told() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -186,14 +210,18 @@ def test_a_program_that_is_no_store_and_a_name_that_nobody_knows_are_told(monkey
     """torch's own client would wait for minutes before a listener that says nothing."""
     monkeypatch.setattr(stores, "_ANSWER_S", 0.5)
     monkeypatch.setattr(stores, "_RESOLVED_S", 0.2)
-    given = GIVEN | {"MASTER_ADDR": "127.0.0.1"}
+    monkeypatch.setattr(gateway, "_HANDSHAKE_S", 0.2)
+    given = GIVEN | SECRET | {"MASTER_ADDR": "127.0.0.1"}
     with socket.create_server(("127.0.0.1", 0)) as silent:
         environment = WorkerEnvironment.read(given | {"MASTER_PORT": str(silent.getsockname()[1])})
         assert environment is not None
         with (
-            pytest.raises(WorkerError, match=r"does not answer as a store .* Set another MASTER_PORT"),
+            pytest.raises(WorkerError, match=r"what listens there does not answer .* Set another MASTER_PORT"),
             open_store(environment, timeout_s=10.0),
         ):
+            pass
+        hosted = replace(environment, store_is_hosted=True)
+        with pytest.raises(WorkerError, match="not answer as a store"), open_store(hosted, timeout_s=10.0):
             pass
     environment = WorkerEnvironment.read(given | {"MASTER_ADDR": "nobody.invalid"})
     assert environment is not None
@@ -208,7 +236,7 @@ def test_who_waits_says_for_whom() -> None:
     said: list[str] = []
     with reserve_port() as port:
         environment = WorkerEnvironment.read(
-            GIVEN | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", "LOCAL_RANK": "0"}
+            GIVEN | SECRET | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "1", "LOCAL_RANK": "0"}
         )
         assert environment is not None
         with (

@@ -16,12 +16,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 
 from heterodyne.errors import WorkerError
 from heterodyne.runtime.liveness.signing import SignedStore
-from heterodyne.runtime.rendezvous import gateway
+from heterodyne.runtime.rendezvous import gateway, store_port
 from heterodyne.runtime.rendezvous import store as stores
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
-from heterodyne.runtime.rendezvous.gateway import LOOPBACK, Gateway, Tunnel
+from heterodyne.runtime.rendezvous.gateway import Gateway, Tunnel
 from heterodyne.runtime.rendezvous.handshake import GREETING, HandshakeError, SecretError, mac
-from heterodyne.runtime.rendezvous.store import RunStore, open_store
+from heterodyne.runtime.rendezvous.store import RunStore, kept_store, open_store
+from heterodyne.runtime.rendezvous.store_port import LOOPBACK, StorePort
 
 SECRET = b"the secret of this run"
 TIMEOUT = timedelta(seconds=60)  # only a fault takes so long
@@ -30,12 +31,12 @@ TIMEOUT = timedelta(seconds=60)  # only a fault takes so long
 class Place:
     """A store behind a gateway on this machine. ``said``: the lines about strangers."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: TCPStore, port: StorePort) -> None:
         self.said: list[str] = []
-        self.store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        self.store = store
         bound = socket.socket()
         bound.bind((LOOPBACK, 0))
-        self.gateway = Gateway(bound, secret=SECRET, store_port=self.store.port, say=self.said.append)
+        self.gateway = Gateway(bound, secret=SECRET, store=port, say=self.said.append)
 
     def tunnel(self, secret: bytes = SECRET) -> Tunnel:
         return Tunnel(LOOPBACK, self.gateway.port, secret=secret)
@@ -53,8 +54,7 @@ class Place:
 
 @pytest.fixture
 def place() -> Iterator[Place]:
-    made = Place()
-    with closing(made.gateway):
+    with kept_store(TIMEOUT) as kept, closing((made := Place(*kept)).gateway):
         yield made
 
 
@@ -233,3 +233,30 @@ def test_workers_with_different_secrets_are_told(monkeypatch: pytest.MonkeyPatch
         ):
             pass
     assert len(said) == 1
+
+
+def test_behind_the_store_of_torchrun_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "_ANSWER_S", 0.2)
+    agent = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    given = WorkerEnvironment(
+        rank=0, world_size=2, local_rank=0, local_world_size=2, master_address=LOOPBACK, master_port=agent.port,
+        store_is_hosted=True, secret=SECRET.decode(),
+    )  # fmt: skip
+    monkeypatch.setattr(stores, "secret_of_user", lambda: "the secret of a user")
+    with (
+        open_store(given, timeout_s=10),
+        pytest.raises(WorkerError, match=r"rank 1 on .* is not let in .* this worker has no HETERODYNE_RUN_SECRET, so"),
+        open_store(replace(given, rank=1, local_rank=1, secret=""), timeout_s=10),
+    ):
+        pass
+
+
+def test_the_port_of_the_store_is_for_its_gateway_where_the_kernel_has_filters(monkeypatch: pytest.MonkeyPatch) -> None:
+    with kept_store(TIMEOUT) as (_, port):
+        assert port.guarded
+        with pytest.raises(TimeoutError):
+            socket.create_connection((LOOPBACK, port.number), timeout=0.3)
+    monkeypatch.setattr(store_port, "_ATTACH_FILTER", 9999)
+    with kept_store(TIMEOUT) as (store, port), closing((place := Place(store, port)).gateway):
+        assert not port.guarded
+        assert place.serves()

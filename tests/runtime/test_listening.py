@@ -15,8 +15,9 @@ def test_a_store_on_loopback_refuses_the_other_addresses_of_the_machine() -> Non
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = WorkerEnvironment(
-        rank=0, world_size=1, local_rank=0, local_world_size=1, master_address="127.0.0.1", master_port=port
-    )
+        rank=0, world_size=1, local_rank=0, local_world_size=1, master_address="127.0.0.1", master_port=port,
+        secret="the secret of this run",
+    )  # fmt: skip
     with open_store(environment, timeout_s=10) as opened:
         opened.store.set("key", "value")
         assert opened.store.get("key") == b"value"

@@ -114,9 +114,10 @@ def open_session(
     """
     environment = WorkerEnvironment.read()
     with ExitStack() as stack:
-        watchdog = None
+        watchdog, key = None, b""
         if environment is not None and environment.world_size > 1:
-            watchdog = stack.enter_context(init_distributed(environment, backend="gloo")).watchdog
+            joined = stack.enter_context(init_distributed(environment, backend="gloo"))
+            watchdog, key = joined.watchdog, joined.key
         local_rank = 0 if environment is None else environment.local_rank
         device = _own_device(local_rank)
         stack.enter_context(exact_arithmetic(device, deterministic=deterministic, tf32=tf32))
@@ -129,6 +130,7 @@ def open_session(
                 rank=0 if environment is None else environment.rank,
                 world_size=1 if environment is None else environment.world_size,
                 device=device,
+                key=key,
             )
         )
         require_same_software(communicator)
@@ -145,7 +147,7 @@ def open_session(
             else _as_described(load_cluster(cluster_file), found, cluster_file),
             device=device,
             communicator=communicator,
-            agreement=Agreement.of_all(),
+            agreement=Agreement.of_all(key=key),
             watchdog=watchdog,
         )
 

@@ -123,7 +123,7 @@ class Checkpoints:
     ) -> None:
         self.directory = directory
         self._keep = keep
-        self._ranks = agreement or Agreement(group=None, rank=0, size=1)
+        self._ranks = agreement or Agreement.alone()
         self._say = say
         self._good: set[int] = set()  # steps of those that were written or read here
 

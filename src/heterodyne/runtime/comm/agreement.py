@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from heterodyne.errors import HeterodyneError
+from heterodyne.runtime.comm.objects import Objects
 
 __all__ = ["Agreement"]
 
@@ -27,27 +28,33 @@ FILES_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Agreement:
-    """The ranks of a job, or one process alone (``group`` None, ``size`` 1)."""
+    """The ranks of a job, or one process alone (``group`` None, ``size`` 1). ``objects``: of that group."""
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
+    objects: Objects
 
     @classmethod
-    def of_all(cls, timeout_s: float = FILES_TIMEOUT_S) -> Agreement:
-        """Of all ranks of the default process group, which must all call this; of this process if there is no group."""
+    def of_all(cls, timeout_s: float = FILES_TIMEOUT_S, *, key: bytes = b"") -> Agreement:
+        """Of all ranks of the default process group, which must all call this; of this process if there is no group. ``key``: see
+        `Objects`.
+        """
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return cls(group=None, rank=0, size=1)
+            return cls.alone()
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        return cls(group=group, rank=dist.get_rank(), size=dist.get_world_size())
+        return cls(group=group, rank=dist.get_rank(), size=dist.get_world_size(), objects=Objects(group, key))
+
+    @classmethod
+    def alone(cls) -> Agreement:
+        """Of this process."""
+        return cls(group=None, rank=0, size=1, objects=Objects(None, b""))
 
     def on_rank0(self, do: Callable[[], T]) -> T:
         """Rank 0 does it, every rank gets the result (pickled), or raises the HeterodyneError that came of it."""
         if self.size == 1:
             return do()
-        box: list[Any] = [_attempt(do) if self.rank == 0 else None]
-        dist.broadcast_object_list(box, src=0, group=self.group)
-        result: T = _value(box[0])
+        result: T = _value(self.objects.broadcast(_attempt(do) if self.rank == 0 else None, 0))
         return result
 
     def only_on_rank0(self, do: Callable[[], T]) -> T | None:
@@ -60,9 +67,7 @@ class Agreement:
         """Every rank does it; all results in order of rank, or on every rank the first HeterodyneError of any of them."""
         if self.size == 1:
             return [do()]
-        boxes: list[Any] = [None] * self.size
-        dist.all_gather_object(boxes, _attempt(do), group=self.group)
-        return [_value(box) for box in boxes]
+        return [_value(box) for box in self.objects.gather(_attempt(do))]
 
     def ask(self, flag: Callable[[], bool]) -> Callable[[], bool]:
         """Start to ask whether it is so on any rank; the answer is waited for when it is called for.

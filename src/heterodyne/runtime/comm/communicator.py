@@ -10,7 +10,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from heterodyne.errors import WorkerError
 from heterodyne.runtime.comm.agreement import Agreement
+from heterodyne.runtime.comm.objects import Objects
 from heterodyne.runtime.comm.p2p import P2P, Lane
 from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.comm.shared_memory import neighbourhood
@@ -76,11 +77,14 @@ class Communicator:
         rank, world_size: this worker's place. With more than one rank, torch.distributed has been initialised.
         device: this worker's device.
         timeout_s: a collective that takes longer fails; None: that of the default group, not of each backend.
+        key: signs the objects that ranks send each other, see `Objects`.
 
     Making one, and `process_group`, are collective: every rank does it, in the same order.
     """
 
-    def __init__(self, *, rank: int, world_size: int, device: torch.device, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, *, rank: int, world_size: int, device: torch.device, timeout_s: float | None = None, key: bytes = b""
+    ) -> None:
         if world_size > 1 and not dist.is_initialized():
             raise WorkerError(
                 f"rank {rank} of {world_size}: torch.distributed is not initialised; start it with 'heterodyne train' or torchrun"
@@ -89,11 +93,13 @@ class Communicator:
         self.world_size = world_size
         self.device = device
         self._timeout = _default_timeout() if timeout_s is None else timedelta(seconds=timeout_s)
+        self._key = key
         self._process_groups: list[ProcessGroup] = []
         self._p2ps: list[P2P] = []
         self._is_branch = False
         everyone = range(world_size)
         self._control_group = self._group(everyone, "gloo")
+        self._objects = Objects(self._control_group, key)
         self.control = ProcessGroup(everyone, self._control_group, device=device, via_host=True)
         self._devices = self.all_gather_object(_DeviceOfRank.of(device))
         self._neighbourhoods = self.all_gather_object(neighbourhood())
@@ -101,7 +107,7 @@ class Communicator:
     @property
     def agreement(self) -> Agreement:
         """Of the ranks that control messages go to."""
-        return Agreement(group=self._control_group, rank=self.rank, size=self.world_size)
+        return Agreement(group=self._control_group, rank=self.rank, size=self.world_size, objects=self._objects)
 
     def process_group(self, ranks: Sequence[int]) -> ProcessGroup | None:
         """A process group of those ranks; None if this rank is not one of them."""
@@ -112,7 +118,9 @@ class Communicator:
         homes = {self._neighbourhoods[rank] for rank in ranks}
         on_hosts = {self._devices[rank].platform for rank in ranks} == {"cpu"}
         neighbours = on_hosts and len(homes) == 1 and None not in homes
-        made = ProcessGroup(ranks, group, device=self.device, via_host=backend is None, neighbours=neighbours)
+        made = ProcessGroup(
+            ranks, group, device=self.device, via_host=backend is None, neighbours=neighbours, key=self._key
+        )
         self._process_groups.append(made)
         if backend not in (None, "gloo"):
             made.connect()
@@ -175,19 +183,11 @@ class Communicator:
 
     def all_gather_object(self, value: T) -> list[T]:
         """The picklable values of all ranks, in order of rank."""
-        if self._control_group is None:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._control_group)
-        return values
+        return self._objects.gather(value)
 
     def broadcast_object(self, value: T, source: int) -> T:
         """The picklable value of rank ``source``."""
-        if self._control_group is None:
-            return value
-        holder = [value]
-        dist.broadcast_object_list(holder, src=source, group=self._control_group)
-        return holder[0]
+        return self._objects.broadcast(value, source)
 
     @property
     def borrowed_bytes(self) -> int:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from heterodyne.runtime.comm.objects import Objects
 from heterodyne.runtime.comm.ring import all_gather_ring, reduce_scatter_ring
 from heterodyne.runtime.comm.shared_exchange import SharedExchange
 from heterodyne.runtime.comm.shared_memory import SharedBuffers
@@ -35,7 +36,7 @@ class ProcessGroup:
     """Collectives between ``ranks``, in one order. Without a group (one rank only) every collective is the identity.
 
     Tensors lie where the process group `works_on` or, if that is the host, on this worker's device; `all_reduce` needs a contiguous one.
-    ``neighbours``: all ranks are CPU workers that can share memory.
+    ``neighbours``: all ranks are CPU workers that can share memory. ``key``: see `Objects`.
     """
 
     def __init__(
@@ -46,12 +47,14 @@ class ProcessGroup:
         device: torch.device,
         via_host: bool,
         neighbours: bool = False,
+        key: bytes = b"",
     ) -> None:
         self.ranks = tuple(ranks)
         self._group = group
         self._device = device
         self._via_host = via_host
         self._neighbours = neighbours
+        self._objects = Objects(group, key)
         self._shared: list[SharedBuffers] = []
         self._rooms: SharedRanges | None = None
         self._exchange: SharedExchange | None = None
@@ -83,7 +86,7 @@ class ProcessGroup:
         Collective, with the same sizes on every rank. They live as long as the process group.
         """
         if self._neighbours and self._group is not None:
-            shared = SharedBuffers.allocate(sizes, self.place, self._gather)
+            shared = SharedBuffers.allocate(sizes, self.place, self._objects.gather)
             if shared is not None:
                 self._shared.append(shared)
                 return shared.own
@@ -92,7 +95,7 @@ class ProcessGroup:
     def share_ranges(self, largest: int) -> None:
         """Let CPU workers of one machine exchange ranges of transient tensors of about ``largest`` bytes in shared memory. Collective."""
         if self._neighbours and self._group is not None and self._rooms is None:
-            self._rooms = SharedRanges.allocate(largest, len(self.ranks), self.place, self._gather)
+            self._rooms = SharedRanges.allocate(largest, len(self.ranks), self.place, self._objects.gather)
 
     @property
     def borrowed_bytes(self) -> int:
@@ -138,7 +141,7 @@ class ProcessGroup:
         device = parts[0].device
         if self._neighbours and not self._exchange_tried:
             self._exchange_tried = True
-            self._exchange = SharedExchange.allocate(len(self.ranks), self.place, self._gather)
+            self._exchange = SharedExchange.allocate(len(self.ranks), self.place, self._objects.gather)
         if self._exchange is not None:
             return self._exchange.all_to_all(parts, sizes)
         sent = torch.cat(list(parts)) if len(parts) > 1 else parts[0].contiguous()
@@ -281,11 +284,6 @@ class ProcessGroup:
         if self._group is not None:
             dist.destroy_process_group(self._group)
             self._group = None
-
-    def _gather(self, value: object) -> list[object]:
-        values: list[object] = [None] * len(self.ranks)
-        dist.all_gather_object(values, value, group=self._group)
-        return values
 
     def _in_order(self) -> ThreadPoolExecutor:
         """One thread: what is sent through a process group keeps its order."""

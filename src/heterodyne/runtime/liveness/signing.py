@@ -1,7 +1,7 @@
 """Entries of a store that only who knows the run's secret can write.
 
-Other users of the machine of rank 0 can reach the store of a run. They may delete what is there, but a failure or a heartbeat that they
-write is not believed.
+A launcher's store is open to anybody. Strangers may delete what is there, but an address, a failure or a heartbeat that they write is not
+believed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class SignedStore:
     """A connection of its own to a store, whose entries carry a MAC of their key and value.
 
     Args:
-        secret: of the run; with an empty one anybody can sign.
+        secret: of the run.
     """
 
     def __init__(self, store: Store, secret: bytes, *, timeout_s: float) -> None:

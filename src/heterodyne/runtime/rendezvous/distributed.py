@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hmac
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -33,12 +34,13 @@ _NETWORK_WORDS = ("gloo", "nccl", "connection", "socket", "timed out", "timeout"
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What a worker has while it is connected: who it is, who the others are, the store, the watchdog."""
+    """What a worker has while it is connected: who it is, who the others are, the store, the watchdog, and what signs `Objects`."""
 
     environment: WorkerEnvironment
     members: tuple[Member, ...]
     store: Store
     watchdog: Watchdog
+    key: bytes = field(repr=False)
 
 
 @contextmanager
@@ -72,7 +74,6 @@ def init_distributed(
             "before the next one is made"
         )
     require_file_handles(environment.world_size, to_standard_error if environment.rank == 0 else lambda _: None)
-    keeps_store = bool(environment.secret) or not environment.store_is_hosted
     limits = limits or WatchLimits()
     with open_store(environment, timeout_s=timeout_s) as run_store:
         store = run_store.store
@@ -83,7 +84,6 @@ def init_distributed(
             rank=environment.rank,
             members=members,
             limits=limits,
-            store_keeper=0 if keeps_store else None,
             before_exit=before_exit,
         ) as watchdog:
             try:
@@ -95,7 +95,8 @@ def init_distributed(
                     timeout=_COLLECTIVE_TIMEOUT,
                     device_id=device_id,
                 )
-                yield Session(environment=environment, members=members, store=store, watchdog=watchdog)
+                key = hmac.digest(run_store.key, b"objects", "sha256")
+                yield Session(environment=environment, members=members, store=store, watchdog=watchdog, key=key)
             except (RuntimeError, WorkerError) as error:
                 if isinstance(error, OutOfMemoryError):
                     # First, for a backend may end the others as soon as this one's connections close.
@@ -114,7 +115,7 @@ def init_distributed(
                 raise
         dist.destroy_process_group()
         if environment.world_size > 1:
-            _farewell(run_store, environment, members, keeps_store=keeps_store)
+            _farewell(run_store, environment, members)
 
 
 def _is_of_the_network(error: RuntimeError | WorkerError) -> bool:
@@ -137,15 +138,12 @@ def _destroy_in_bounded_time() -> None:
         thread.join(_DESTROY_S)
 
 
-def _farewell(
-    run_store: RunStore, environment: WorkerEnvironment, members: tuple[Member, ...], *, keeps_store: bool
-) -> None:
-    """Rank 0 takes the store with it, so it leaves last; behind a gateway the others wait until it has closed that."""
+def _farewell(run_store: RunStore, environment: WorkerEnvironment, members: tuple[Member, ...]) -> None:
+    """Rank 0 takes the store with it, so it leaves last; the others wait until it has closed its gateway."""
     store = run_store.store
     store.set(f"farewell/{environment.rank}", "")
     if environment.rank != 0:
         run_store.wait_until_closed()
-    if environment.rank != 0 or not keeps_store:
         return
     missing = [member for member in members if member.rank != 0]
     until = time.monotonic() + _FAREWELL_S

@@ -37,7 +37,8 @@ class WorkerEnvironment:
         master_port: its port.
         store_is_hosted: the launcher keeps the store already (torchrun does), so rank 0 must not open it.
         attempt: how often a launcher has restarted the job; keeps the keys of one attempt apart from the next.
-        secret: what all workers of the run know and nobody else, from HETERODYNE_RUN_SECRET; empty: there is none.
+        secret: what all workers of the run know and nobody else, from HETERODYNE_RUN_SECRET; empty: that of the user, see
+            `secret_of_user`.
     """
 
     rank: int

@@ -1,8 +1,9 @@
-"""The store of a run behind a door: torch's store listens on loopback, and only who knows the run's secret gets through to it.
+"""The store of a run behind a door: only who knows the run's secret gets through to it.
 
-torch's store has no password. So rank 0 opens a `Gateway` where the workers meet, and each worker's client of the store connects to a
-`Tunnel` of its own process, which goes through the gateway. The store itself and its clients are torch's: process groups may call them from
-threads that must not run Python.
+torch's store has no password. So rank 0 keeps it at a `StorePort` and opens a `Gateway` where the workers meet, and each worker's client of
+the store connects to a `Tunnel` of its own process, which goes through the gateway; that of rank 0, to its `StoreDoor`. Tunnels and doors
+take connections of their own process only. The store itself and its clients are torch's: process groups may call them from threads that
+must not run Python.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from concurrent.futures import Future
 from typing import Any, TypeVar, cast
 
 from heterodyne.runtime.rendezvous.handshake import HandshakeError, as_client, as_server
+from heterodyne.runtime.rendezvous.store_port import LOOPBACK, StorePort, is_own
 
-__all__ = ["LOOPBACK", "Gateway", "Tunnel"]
+__all__ = ["Gateway", "StoreDoor", "Tunnel"]
 
-LOOPBACK = "127.0.0.1"
+_DOOR = "127.0.0.2"  # on Linux, all of 127.0.0.0/8 is loopback
 _HANDSHAKE_S = 5.0
 _MOST_WAITING = 64  # connections that have not shown the secret
 _AGAIN_S = 15.0  # in which a tunnel tries again: under a flood, a gateway may drop who knows the secret too
@@ -83,8 +85,8 @@ class _Listener:
             lambda: _Connection(self._transports, self._entered), sock=self._listening
         )
 
-    async def _connected(self, host: str, port: int) -> Streams:
-        transport, protocol = await self._loop.create_connection(lambda: _Connection(self._transports), host, port)
+    async def _connected(self, **where: Any) -> Streams:
+        transport, protocol = await self._loop.create_connection(lambda: _Connection(self._transports), **where)
         return protocol.reader, asyncio.StreamWriter(transport, protocol, protocol.reader, self._loop)
 
     async def _entered(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -116,12 +118,14 @@ class Gateway(_Listener):
 
     Args:
         listening: bound to where the workers meet.
-        store_port: of the store, on loopback.
+        store: where the store is.
         say: is informed once of each host that tried without the secret.
     """
 
-    def __init__(self, listening: socket.socket, *, secret: bytes, store_port: int, say: Callable[[str], None]) -> None:
-        self._secret, self._store_port, self._say = secret, store_port, say
+    def __init__(
+        self, listening: socket.socket, *, secret: bytes, store: StorePort, say: Callable[[str], None]
+    ) -> None:
+        self._secret, self._store, self._say = secret, store, say
         self._waiting: dict[asyncio.StreamWriter, str] = {}
         self.strangers: Counter[str] = Counter()
         super().__init__(listening, "heterodyne-gateway")
@@ -139,7 +143,7 @@ class Gateway(_Listener):
             return
         finally:
             del self._waiting[writer]
-        await _joined((reader, writer), await self._connected(LOOPBACK, self._store_port))
+        await _joined((reader, writer), await self._connected(sock=self._store.connect()))
 
     def _count(self, host: str) -> None:
         self.strangers[host] += 1
@@ -149,8 +153,28 @@ class Gateway(_Listener):
             )
 
 
+class StoreDoor(_Listener):
+    """A port of loopback, of the same number as the store's, that leads this process to the store it keeps."""
+
+    def __init__(self, store: StorePort) -> None:
+        self._store = store
+        bound = socket.socket()
+        try:
+            bound.bind((self.address, store.number))
+        except BaseException:
+            bound.close()
+            raise
+        super().__init__(bound, "heterodyne-store-door")
+
+    address = _DOOR
+
+    async def _served(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if _is_own(writer):
+            await _joined((reader, writer), await self._connected(sock=self._store.connect()))
+
+
 class Tunnel(_Listener):
-    """A port of this process on loopback that leads through the gateway of the run to its store."""
+    """A port of loopback that leads this process through the gateway of the run to its store."""
 
     def __init__(self, address: str, port: int, *, secret: bytes) -> None:
         self._where, self._secret = (address, port), secret
@@ -170,6 +194,8 @@ class Tunnel(_Listener):
         self._run(once())
 
     async def _served(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not _is_own(writer):
+            return
         self._open += 1
         self._none_open.clear()
         try:
@@ -194,7 +220,7 @@ class Tunnel(_Listener):
     async def _through(self) -> Streams:
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
-                reader, writer = await self._connected(*self._where)
+                reader, writer = await self._connected(host=self._where[0], port=self._where[1])
                 try:
                     await as_client(reader, writer, self._secret)
                 except BaseException:
@@ -208,6 +234,11 @@ class Tunnel(_Listener):
 def _host(writer: asyncio.StreamWriter) -> str:
     peer = writer.get_extra_info("peername")
     return "an unknown host" if peer is None else str(peer[0])
+
+
+def _is_own(writer: asyncio.StreamWriter) -> bool:
+    peer = writer.get_extra_info("peername")
+    return peer is not None and is_own(peer, writer.get_extra_info("sockname"))
 
 
 async def _joined(one: Streams, other: Streams) -> None:

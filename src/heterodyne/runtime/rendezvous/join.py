@@ -50,7 +50,7 @@ def meet(
     try:
         return _wait_for_all(store, environment, Waiting(timeout_s, every_s=every_s, say=say if me.rank == 0 else None))
     except WorkerError:
-        if me.rank == 0 and not environment.store_is_hosted:
+        if me.rank == 0:
             time.sleep(linger_s)
         raise
 

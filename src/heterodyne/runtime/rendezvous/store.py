@@ -1,7 +1,7 @@
 """Open the store through which the workers of a run meet, and keep it open while they train.
 
-The store is torch's own. Where the run has a secret, rank 0 keeps it on its loopback address behind a `Gateway` at the master address.
-Without one the store itself listens there, or the launcher keeps it (torchrun does).
+The store is torch's own. Rank 0 keeps it behind a `Gateway` at the master address. Where a launcher keeps a store there (torchrun does),
+that one only says where the gateway is.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import errno
 import hmac
 import os
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -25,14 +26,15 @@ from heterodyne.errors import WorkerError
 from heterodyne.processes import to_standard_error
 from heterodyne.runtime.liveness.signing import SignedStore
 from heterodyne.runtime.rendezvous.environment import SECRET_VARIABLE, WorkerEnvironment
-from heterodyne.runtime.rendezvous.gateway import LOOPBACK, Gateway, Tunnel
-from heterodyne.runtime.rendezvous.handshake import GREETING, HandshakeError, SecretError
+from heterodyne.runtime.rendezvous.gateway import Gateway, StoreDoor, Tunnel
+from heterodyne.runtime.rendezvous.handshake import HandshakeError, SecretError
 from heterodyne.runtime.rendezvous.listening import is_loopback, listening_socket
+from heterodyne.runtime.rendezvous.own_secret import secret_of_user
+from heterodyne.runtime.rendezvous.store_port import LOOPBACK, StorePort
 from heterodyne.runtime.rendezvous.waiting import WAITING_EVERY_S, Waiting
 
-__all__ = ["RunStore", "open_store"]
+__all__ = ["RunStore", "kept_store", "open_store"]
 
-_GREETING_S = 0.1  # in which a gateway has spoken; a store says nothing
 _POLL_S = 0.1
 _STORE_TIMEOUT_S = 30.0  # of one request
 _ANSWER_S = 10.0  # in which a store answers a client
@@ -46,7 +48,7 @@ class RunStore:
 
     Args:
         store: torch's, with keys of this meeting only.
-        key: signs entries of this meeting; anybody has it where the run has no secret.
+        key: signs what is of this meeting.
         tunnel: the way to the store, where it is behind a gateway of another process.
     """
 
@@ -79,15 +81,15 @@ def open_store(
             turned away.
 
     Raises:
-        WorkerError: the address does not resolve, there is no store within the time, it belongs to a run with another secret, or rank 0
-            cannot open it.
+        WorkerError: the address does not resolve, there is no store within the time, it belongs to a run with another secret, rank 0
+            cannot open it, or there is no secret.
     """
     _require_resolved(environment, min(timeout_s, _RESOLVED_S))
     waiting = Waiting(timeout_s, every_s=every_s, say=say if environment.local_rank == 0 else None)
     with ExitStack() as stack:
         opening = _Opening(environment, waiting, say, stack)
         try:
-            found = opening.behind_gateway() if environment.secret else opening.of_this_meeting(opening.at_master())
+            found = opening.behind_gateway()
         except (RuntimeError, OSError) as error:
             raise WorkerError(
                 f"rank {environment.rank} on {socket.gethostname()} cannot use {opening.where} as the meeting point: "
@@ -95,6 +97,21 @@ def open_store(
                 rank=environment.rank,
             ) from error
         yield found
+
+
+@contextmanager
+def kept_store(timeout: timedelta) -> Iterator[tuple[TCPStore, StorePort]]:
+    """A store that this process keeps and uses, and where others are let in. Raises OSError and RuntimeError."""
+    with closing(StorePort()) as port, closing(StoreDoor(port)) if port.guarded else nullcontext() as door:
+        store = TCPStore(
+            LOOPBACK if door is None else door.address,
+            port.number,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=port.descriptor(),  # the store closes it
+        )
+        yield store, port
 
 
 class _Opening:
@@ -105,45 +122,31 @@ class _Opening:
     ) -> None:
         self._environment, self._waiting, self._say, self._stack = environment, waiting, say, stack
         self._address, self._port = environment.master_address, environment.master_port
-        self._secret = environment.secret.encode()
+        self._secret = (environment.secret or secret_of_user()).encode()
         self._timeout = timedelta(seconds=max(1.0, min(waiting.most_s, _STORE_TIMEOUT_S)))
 
     @property
     def where(self) -> str:
         return f"{self._address}:{self._port}"
 
-    def at_master(self) -> TCPStore:
-        """torch's store at the master address; rank 0 keeps it, unless the launcher does. Anybody may use it. A second rank 0 comes as a
-        client, and `meet` names it.
-        """
-        rank = self._environment.rank
-        if rank == 0 and not self._environment.secret and not is_loopback(self._address):
-            self._say(
-                f"anybody who reaches {self.where} can end or stall this run: close the port with a firewall to all but its machines, "
-                f"and set {SECRET_VARIABLE} to one long random text for all workers"
-            )
-        if rank == 0 and not self._environment.store_is_hosted and not self._answers():
-            try:
-                return self._kept()
-            except (RuntimeError, OSError):
-                if not self._answers():  # else another rank 0 was faster by a moment
-                    raise
-        while not self._answers():
-            self._wait(f"at {self.where}, where nobody listens yet")
-        return self._client(self._address, self._port)
-
     def behind_gateway(self) -> RunStore:
-        """torch's store on the loopback address of rank 0, behind a gateway."""
+        """torch's store, which rank 0 keeps behind a gateway. A second rank 0 comes as a client, and `meet` names it."""
         if not self._environment.store_is_hosted:
             return self._through_tunnel(keep=self._guarded if self._environment.rank == 0 else None)
         # The launcher's store is open to anybody: it only says where the gateway is, signed.
-        board = self.of_this_meeting(self.at_master()).signed(timeout_s=_STORE_TIMEOUT_S)
+        while not self._answers():
+            self._wait(f"at {self.where}, where nobody listens yet")
+        board = self.of_this_meeting(self._client(self._address, self._port)).signed(timeout_s=_STORE_TIMEOUT_S)
         if self._environment.rank == 0:
             self._address, self._port = _own_address(self._environment), 0
             store = self._guarded()
             board.set("gateway", self.where)
             return self.of_this_meeting(store)
+        forged_at = None
         while (gateway := board.get("gateway")) is None:
+            forged_at = forged_at or (time.monotonic() if board.forged else None)
+            if forged_at is not None and time.monotonic() - forged_at > _ANSWER_S:
+                raise _refused(self._environment, self.where, SecretError("the way from there has another secret"))
             self._wait("to tell its address")
         self._address, _, port = gateway.rpartition(":")
         self._port = int(port)
@@ -154,38 +157,29 @@ class _Opening:
         environment = self._environment
         ours = PrefixStore(f"heterodyne/{environment.attempt}", store)
         times = str(ours.add(f"times/{environment.rank}/{socket.gethostname()}/{os.getpid()}", 1))
-        # What was signed in another meeting is not believed in this one.
-        key = hmac.digest(self._secret, f"{environment.attempt}/{times}".encode(), "sha256")
-        return RunStore(store=PrefixStore(times, ours), key=key, tunnel=tunnel)
-
-    def _kept(self) -> TCPStore:
-        bound = self._listening()
-        # The store closes the descriptor.
-        return TCPStore(
-            self._address,
-            self._port,
-            self._environment.world_size,
-            is_master=True,
-            timeout=self._timeout,
-            wait_for_workers=False,
-            master_listen_fd=None if bound is None else bound.detach(),
-        )
+        store = PrefixStore(times, ours)
+        # What was signed in another meeting, of this run or of another one with the same secret, is not believed in this one.
+        meeting = store.compare_set("meeting", "", secrets.token_hex(16))
+        key = hmac.digest(self._secret, f"{environment.attempt}/{times}/".encode() + meeting, "sha256")
+        return RunStore(store=store, key=key, tunnel=tunnel)
 
     def _guarded(self) -> TCPStore:
-        bound = self._listening() or socket.create_server(("", self._port), family=socket.AF_INET6, dualstack_ipv6=True)
+        one_machine = self._environment.local_world_size == self._environment.world_size
+        bound = listening_socket(self._address, self._port, one_machine=one_machine, say=self._say)
+        bound = bound or socket.create_server(("", self._port), family=socket.AF_INET6, dualstack_ipv6=True)
         try:
-            store = TCPStore(LOOPBACK, 0, is_master=True, timeout=self._timeout, wait_for_workers=False)
+            store, port = self._stack.enter_context(kept_store(self._timeout))
+            if not port.guarded:
+                self._say(
+                    "this system cannot close the store's port to other programs of this machine, so they can end or stall the run"
+                )
         except BaseException:
             bound.close()
             raise
-        gateway = Gateway(bound, secret=self._secret, store_port=store.port, say=self._say)
+        gateway = Gateway(bound, secret=self._secret, store=port, say=self._say)
         self._stack.enter_context(closing(gateway))
         self._port = gateway.port
         return store
-
-    def _listening(self) -> socket.socket | None:
-        one_machine = self._environment.local_world_size == self._environment.world_size
-        return listening_socket(self._address, self._port, one_machine=one_machine, say=self._say)
 
     def _through_tunnel(self, *, keep: Callable[[], TCPStore] | None = None) -> RunStore:
         """By the gateway at the address; ``keep`` opens it where nobody has yet."""
@@ -228,32 +222,24 @@ class _Opening:
         time.sleep(_POLL_S)
 
     def _answers(self) -> bool:
-        """Whether anybody listens there. Asked apart from torch, whose client fills the terminal while it waits. Raises WorkerError where
-        it is the gateway of a run with a secret, which speaks first.
-        """
-        said = b""
-        try:
-            with socket.create_connection((self._address, self._port), timeout=5.0) as probe:
-                probe.settimeout(_GREETING_S)
-                with suppress(OSError):
-                    said = probe.recv(len(GREETING))
-        except OSError:
-            return False
-        if said == GREETING:
-            raise WorkerError(
-                f"rank {self._environment.rank} on {socket.gethostname()} has no {SECRET_VARIABLE}, and rank 0 at {self.where} "
-                "has one: set it to the same value for all workers",
-                rank=self._environment.rank,
-            )
-        return True
+        """Whether anybody listens there. Asked apart from torch, whose client fills the terminal while it waits."""
+        with suppress(OSError), socket.create_connection((self._address, self._port), timeout=5.0):
+            return True
+        return False
 
 
 def _refused(environment: WorkerEnvironment, where: str, error: HandshakeError) -> Exception:
     if not isinstance(error, SecretError):
         return RuntimeError(str(error))
+    mixed = (
+        f"the workers of this run were given different values of {SECRET_VARIABLE}"
+        if environment.secret
+        else f"this worker has no {SECRET_VARIABLE}, so it took the secret of its user on this machine, and rank 0 has another one: set "
+        "the variable to the same value for all workers"
+    )
     return WorkerError(
-        f"rank {environment.rank} on {socket.gethostname()} is not let in at {where}: {error}. Either the workers of this run were given "
-        f"different values of {SECRET_VARIABLE}, or another run is at that port: set another MASTER_PORT",
+        f"rank {environment.rank} on {socket.gethostname()} is not let in at {where}: {error}. Either {mixed}, or another run is at that "
+        "port: set another MASTER_PORT",
         rank=environment.rank,
     )
 
