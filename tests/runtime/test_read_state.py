@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
+from fractions import Fraction
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -40,6 +44,23 @@ class Charbonnier:
         return (x.square() + self.eps**2).sqrt()
 
 
+class Nested:
+    """A number eight attributes deep, one behind ``__getattr__``, one in a descriptor of the class, and one behind a weak reference."""
+
+    def __init__(self, deep: int = 8) -> None:
+        self.v, self.exact, self.rows, self.shared = 1.0, Fraction(1, 2), np.ones(500), multiprocessing.Value("d", 1.0)
+        self.n = Nested(deep - 1) if deep else None
+        self._hidden = {"gain": 1.0}
+        self.weak = weakref.ref(self.n) if self.n else None
+
+    def __getattr__(self, name: str) -> float:
+        return float(self._hidden[name])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        deepest = self.n.n.n.n.n.n.n.n.v * float(self.exact) * self.rows.sum() * self.shared.value * self.gain
+        return x * deepest * self.weak().v
+
+
 class Task:
     """An object of the script whose method the model calls."""
 
@@ -64,6 +85,7 @@ class Annealed(nn.Module):
         self.config = SimpleNamespace(scale=2.0, loss=SimpleNamespace(scale=1.0))
         self.register_buffer("temperature", torch.tensor(1.0))
         self.task = Task()
+        self.nested = Nested()
         self.compute = self.task.compute
         floor = 0.5
         self.loss_fn = lambda x: (x * WEIGHT[0]).clamp(min=floor)
@@ -75,7 +97,7 @@ class Annealed(nn.Module):
         self._made = x.mean()
         hidden = self.act(self.drop(self.linear(x)) * self.ramp * self.prior + self.table[0]) ** self._power
         hidden = self.criterion(_above(hidden)) * self.config.loss.scale
-        hidden = self.compute(hidden) * self.table_of_class["a"]
+        hidden = self.compute(self.nested(hidden)) * self.table_of_class["a"]
         return self.loss_fn(hidden * self.beta * self.config.scale / self.temperature).sum()
 
 
@@ -113,6 +135,15 @@ CHANGES: list[tuple[Callable[[Annealed], object], str]] = [
     (lambda _: setattr(F, "relu", F.silu), r"'F.relu' \(read by _above\) was relu and is silu"),
     (lambda _: setattr(nn.Linear, "forward", nn.Identity.forward), r"'Linear.forward' was forward and is forward"),
     (lambda model: setattr(model, "forward", torch.relu), "'forward' is new"),
+    (lambda model: setattr(model.nested.n.n.n.n.n.n.n.n, "v", 2.0), r"'nested(\.n){8}\.v' was 1.0 and is 2.0"),
+    (
+        lambda model: setattr(model.nested, "exact", Fraction(1, 3)),
+        r"'nested.exact' was Fraction\(1, 2\) and is Fraction\(1, 3\)",
+    ),
+    (lambda model: model.nested.rows.__imul__(2.0), r"'nested.rows' was an array of \[500\]"),
+    (lambda model: setattr(model.nested.shared, "value", 2.0), "'nested.shared' was 1.0 and is 2.0"),
+    (lambda model: model.nested._hidden.update(gain=2.0), r"'nested._hidden\['gain'\]' was 1.0"),
+    (lambda model: model.double(), "the type of 'linear.weight' was 'float32' and is 'float64'"),
 ]
 
 
