@@ -28,6 +28,7 @@ from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import TrainingSection
 from heterodyne.plan.plan import Plan
+from heterodyne.processes.signals import finished_first
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints, taken_from
 from heterodyne.runtime.checkpoint.export import export_model
 from heterodyne.runtime.checkpoint.random_state import restore_random_state
@@ -296,10 +297,12 @@ class Distributed:
             extra: what else shall be kept, the same on every rank: the state of a scheduler, the position in the data.
             keep: so many of the newest stay.
 
-        Raises CheckpointError on every rank if any of them cannot write, NumericsError if the last step was skipped or the state is not
+        A signal that asks to stop is obeyed when the checkpoint is whole. Raises CheckpointError on every rank if any of them cannot write,
+        NumericsError if the last step was skipped or the state is not
         finite: it would take the place of one that is.
         """
-        with self._calls.named("save_checkpoint()"), self.phase("writing a checkpoint"):
+        first = finished_first("the checkpoint", LONGEST_PHASE_S, self._session.say)
+        with first, self._calls.named("save_checkpoint()"), self.phase("writing a checkpoint"):
             self._skipped.require_none(self.steps_done)
             require_finite(self._session.agreement.gather_or_raise(self._worker.not_finite), self.steps_done)
             state = self._names.own_state(self._worker.own_state()) | ({"extra": dict(extra)} if extra else {})

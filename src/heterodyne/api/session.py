@@ -18,6 +18,7 @@ from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import ClusterError
 from heterodyne.measure.discover import discover_cluster
 from heterodyne.processes.heap import give_back_memory
+from heterodyne.processes.parent import end_with_launcher
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.exact.determinism import exact_arithmetic
@@ -112,6 +113,7 @@ def open_session(
         WorkerError: a rank came twice or never, or a peer died or hangs.
     """
     environment = WorkerEnvironment.read()
+    end_with_launcher()
     with ExitStack() as stack:
         watchdog = None
         if environment is not None and environment.world_size > 1:
