@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from heterodyne.runtime.liveness.failure_detector import Calls, Failure, FailureDetector, Heartbeat, Kind, WatchLimits
+from heterodyne.runtime.liveness.failure_detector import (
+    Calls,
+    Failure,
+    FailureDetector,
+    Heartbeat,
+    Kind,
+    Life,
+    WatchLimits,
+)
 from heterodyne.runtime.liveness.members import Member
 
 LIMITS = WatchLimits(interval_s=1.0, silence_s=10.0, phase_silence_s=20.0, stuck_s=20.0, phase_s=100.0)
@@ -213,3 +221,57 @@ def test_a_call_that_others_may_still_come_to_is_told_after_a_while() -> None:
     it.observe(2, {0: calling(2, done.begun("state_dict()"), age_s=LIMITS.call_s + 1), **heartbeats})
     assert "rank 0 waits in state_dict() for 16 s: rank 1 has not come to it" in it.waits_alone()
     assert it.failure() is None
+
+
+def called(calls: Calls, age_s: float = 0.0, kind: Kind = "wait", number: int = 1) -> Heartbeat:
+    return replace(heartbeat(number, kind, state="x", limit_s=1e3), calls=calls, call_age_s=age_s)
+
+
+def test_an_error_of_one_rank_that_its_script_caught_is_named_and_one_of_all_ranks_is_not() -> None:
+    inside = Calls().begun("step()")
+    raised = inside.ended(ValueError("no such word\nand more"))
+    on = raised.begun("close()")
+    for others, age_s, found in (
+        (inside, 3.0, False),  # they may come to the same error
+        (inside, 5.0, True),
+        (inside.ended(), 0.0, True),  # they have not had it
+        (raised, 5.0, False),
+        (on, 5.0, False),
+    ):
+        it = detector()
+        it.observe(1, {0: called(others, age_s), 1: called(on, 10.0), 2: called(others, age_s)})
+        failure = it.failure()
+        assert (failure is not None) == found, others
+        if failure is not None:
+            assert failure.rank == 1
+            assert "step() raised ValueError: no such word; its script caught that" in failure.text
+
+
+def silence_borne(life: Life, late_s: float = 0.0) -> tuple[int, Failure]:
+    it = FailureDetector(rank=0, members=MEMBERS, limits=LIMITS, now=0.0, life=lambda _: life)
+    of_others = {rank: replace(heartbeat(1), late_s=late_s) for rank in (1, 2)}
+    for second in range(1, 1000):
+        it.observe(second, {0: heartbeat(second), 1: replace(of_others[1], number=second), 2: of_others[2]})
+        if (failure := it.failure()) is not None:
+            return second, failure
+    raise AssertionError
+
+
+def test_a_starved_worker_is_borne_longer_than_a_dead_one_and_what_is_wrong_is_named() -> None:
+    dead, _ = silence_borne("unknown")
+    late, _ = silence_borne("unknown", late_s=2.0)
+    starved, why_starved = silence_borne("alive")
+    stopped, why_stopped = silence_borne("stopped")
+    assert dead == stopped < late < starved
+    assert "it is stopped (SIGSTOP" in why_stopped.text
+    assert "next to no time" in why_starved.text
+
+
+def test_who_is_silent_does_not_hang() -> None:
+    it = detector()
+    for second in range(1, 9):
+        it.observe(
+            second,
+            {0: heartbeat(second, "wait", age_s=30.0 + second), 1: heartbeat(second), 2: heartbeat(1, age_s=30.0)},
+        )
+        assert second < 6 or it.failure() is None

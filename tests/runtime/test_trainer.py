@@ -247,7 +247,9 @@ def test_asked_to_stop_it_ends_the_step_writes_a_checkpoint_and_can_go_on(
     assert losses(run) == losses(undisturbed[0])
 
 
-@pytest.mark.parametrize("rooms", [{3: False, 6: False, 8: True}, {3: False, 6: True, 8: True}, {3: True, 6: True, 8: False}])
+@pytest.mark.parametrize(
+    "rooms", [{3: False, 6: False, 8: True}, {3: False, 6: True, 8: True}, {3: True, 6: True, 8: False}]
+)
 def test_a_full_disk_costs_a_checkpoint_and_a_line_but_for_the_last_one(
     rooms: dict[int, bool], tmp_path: Path, data: TextData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,7 +273,9 @@ def test_a_full_disk_costs_a_checkpoint_and_a_line_but_for_the_last_one(
     lost = [step for step, room in rooms.items() if not room and step != 8]
     told = [line for line in notes.said if "Training goes on" in line]
     assert len(told) == len(lost)
-    assert all(f"the checkpoint of step {step} cannot be written" in line for step, line in zip(lost, told, strict=True))
+    assert all(
+        f"the checkpoint of step {step} cannot be written" in line for step, line in zip(lost, told, strict=True)
+    )
 
 
 def test_more_failed_checkpoints_in_a_row_than_may_be_end_the_run(

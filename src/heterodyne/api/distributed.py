@@ -357,11 +357,14 @@ class Distributed:
         """Bring the weights back into the model, finish the run directory, take the hooks off the model, and leave the session if it was
         opened by `distribute`. Every rank calls it, as any other method; a second call does nothing.
         """
+        self._close(self._weights_at_end)
+
+    def _close(self, weights_at_end: WeightsAtEnd) -> None:
         if self._closed:
             return
         with self._calls.named("close()"), self.phase("bringing the weights back"):
             self._records.finish(self.measured())
-            weights = gathered_weights(self._worker, self._session, self._weights_at_end)
+            weights = gathered_weights(self._worker, self._session, weights_at_end)
             self._leave()
             if weights:
                 fill_in(self._worker.module, weights)
@@ -378,6 +381,13 @@ class Distributed:
         elif not self._closed:  # the other ranks may not come to any collective any more
             self._leave()
             self._closing.__exit__(kind, error, trace)
+
+    def leave_with_script(self, error: BaseException | None) -> None:
+        """Leave at the end of a script that has not closed the trainer; what it died of, None: nothing, and nobody reads its model now."""
+        if error is None:
+            self._close("none")
+        else:
+            self.__exit__(type(error), error, error.__traceback__)
 
     def _leave(self) -> None:
         self._closed = True

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from heterodyne.api.script_end import left_with_script
 from heterodyne.cluster.file import load_cluster
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import ClusterError
@@ -114,7 +115,8 @@ def open_session(
     """
     environment = WorkerEnvironment.read()
     end_with_launcher()
-    with ExitStack() as stack:
+    rank = 0 if environment is None else environment.rank
+    with left_with_script(lambda error: _closed(stack, error), rank=rank), ExitStack() as stack:
         watchdog = None
         if environment is not None and environment.world_size > 1:
             watchdog = stack.enter_context(init_distributed(environment, backend="gloo")).watchdog
@@ -127,7 +129,7 @@ def open_session(
             keep_freed_memory()
         communicator = stack.enter_context(
             Communicator(
-                rank=0 if environment is None else environment.rank,
+                rank=rank,
                 world_size=1 if environment is None else environment.world_size,
                 device=device,
             )
@@ -148,6 +150,10 @@ def open_session(
             agreement=Agreement.of_all(),
             watchdog=watchdog,
         )
+
+
+def _closed(stack: ExitStack, error: BaseException | None) -> None:
+    stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
 
 def _own_device(local_rank: int) -> torch.device:

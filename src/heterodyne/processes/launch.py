@@ -75,7 +75,8 @@ class _Worker:
 
     @property
     def returncode(self) -> int | None:
-        return self.process.poll()
+        code = self.process.poll()
+        return GAVE_UP_ON_A_PEER if code == 1 and self.line.blames_another else code
 
 
 def launch_workers(
@@ -91,8 +92,8 @@ def launch_workers(
     Rank 0 has the terminal; what rank N writes goes to ``logs/rank-N.log``. Each worker leads a session of its own. When
     one ends unsuccessfully, the others get SIGTERM and, `grace_s` later, SIGKILL, with everything that they started.
     Ctrl-C and SIGTERM are passed on and waited for (`interrupt_grace_s`, and as long as a worker says that it finishes something first); a
-    second one ends them at once. If the launcher itself is killed, its workers die with it. Each worker computes with one thread unless OMP_NUM_THREADS says
-    otherwise.
+    second one ends them at once. If the launcher itself is killed, its workers die with it. Each worker computes with one thread unless
+    OMP_NUM_THREADS says otherwise.
 
     Args:
         specs: one for each rank.

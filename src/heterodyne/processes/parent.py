@@ -14,10 +14,11 @@ import threading
 import time
 from contextlib import suppress
 
-__all__ = ["VARIABLE", "LauncherEnd", "end_with_launcher", "promise"]
+__all__ = ["VARIABLE", "LauncherEnd", "blame_another", "end_with_launcher", "promise"]
 
 VARIABLE = "HETERODYNE_LAUNCHER"
 _GONE = 71  # as a worker that gives up on a peer
+_BLAMES = 255  # other numbers are seconds
 
 
 class LauncherEnd:
@@ -27,6 +28,7 @@ class LauncherEnd:
         self._own, self.worker = socket.socketpair()
         self._own.setblocking(False)
         self._until = 0.0
+        self._blames = False
 
     @property
     def variable(self) -> str:
@@ -36,10 +38,21 @@ class LauncherEnd:
     @property
     def promised_until(self) -> float:
         """Until when, on the monotonic clock, the worker was heard to need."""
+        self._read()
+        return self._until
+
+    @property
+    def blames_another(self) -> bool:
+        """Whether the worker has said that another one is why it ends."""
+        self._read()
+        return self._blames
+
+    def _read(self) -> None:
         with suppress(OSError):
             while said := self._own.recv(4096):
-                self._until = time.monotonic() + said[-1]
-        return self._until
+                self._blames |= _BLAMES in said
+                seconds = said.replace(bytes([_BLAMES]), b"")
+                self._until = time.monotonic() + seconds[-1] if seconds else self._until
 
     def close(self) -> None:
         self._own.close()
@@ -48,22 +61,30 @@ class LauncherEnd:
 
 def promise(seconds: float) -> None:
     """Tell the launcher, if there is one of ours, to wait so long for this process to stop."""
+    _say(min(_BLAMES - 1, int(seconds)))
+
+
+def blame_another() -> None:
+    """Tell the launcher, if there is one of ours, that this process ends because of another one, whatever its exit status will be."""
+    _say(_BLAMES)
+
+
+def _say(number: int) -> None:
     descriptor = _descriptor()
     if descriptor is not None:
         with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as line:
-            line.send(bytes([min(255, int(seconds))]), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            line.send(bytes([number]), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
 def end_with_launcher() -> None:
     """From now on this process, and those in its group, end when its launcher is gone."""
-    global _watched
     descriptor = _descriptor()
-    if descriptor is not None and _watched != os.getpid():
-        _watched = os.getpid()
+    if descriptor is not None and os.getpid() not in _watched:
+        _watched.add(os.getpid())
         threading.Thread(target=_watch, args=(descriptor,), name="heterodyne-launcher", daemon=True).start()
 
 
-_watched: int | None = None
+_watched: set[int] = set()  # this process, once it is
 
 
 def _watch(descriptor: int) -> None:

@@ -43,7 +43,7 @@ class StopRequest:
         self._agreed.set()
 
 
-_open: StopRequest | None = None
+_open: list[StopRequest] = []  # at most one
 _before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
 
 
@@ -64,9 +64,8 @@ def stop_requests() -> Iterator[StopRequest]:
 
     Python lets only the main thread do this; in another one nothing is noted, and the process obeys as before.
     """
-    global _open
-    if _open is not None:
-        yield _open
+    if _open:
+        yield _open[0]
         return
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -78,11 +77,11 @@ def stop_requests() -> Iterator[StopRequest]:
         request.count += 1
 
     _before.update({number: signal.signal(number, note) for number in _WATCHED})
-    _open = request
+    _open.append(request)
     try:
         yield request
     finally:
-        _open = None
+        _open.clear()
         for number, handler in _before.items():
             signal.signal(number, handler)
         _before.clear()
@@ -98,7 +97,7 @@ def orderly_stop(say: Callable[[str], None]) -> Iterator[StopRequest]:
     Args:
         say: takes each line for people, from that thread.
     """
-    if _open is not None or threading.current_thread() is not threading.main_thread():
+    if _open or threading.current_thread() is not threading.main_thread():
         with stop_requests() as request:
             yield request
         return
@@ -141,7 +140,9 @@ def _listen(heard: socket.socket, request: StopRequest, say: Callable[[str], Non
                 promise(_PROMISED_S)
             if first is not None and now - said >= _SAY_EVERY_S:
                 said = now
-                say(f"heterodyne: {first[0].name}: {words} is finished first (for {now - since:.0f} s now); a second one ends it at once")
+                say(
+                    f"heterodyne: {first[0].name}: {words} is finished first (for {now - since:.0f} s now); a second one ends it at once"
+                )
 
 
 def _end_at_once(number: signal.Signals) -> None:
@@ -153,7 +154,7 @@ def _end_at_once(number: signal.Signals) -> None:
 @contextmanager
 def finished_first(words: str, most_s: float, say: Callable[[str], None]) -> Iterator[None]:
     """A signal that asks to stop is obeyed at the end of the block, which is ``words`` for people and may take ``most_s`` seconds."""
-    nested = _open is not None
+    nested = bool(_open)
     with orderly_stop(say) as request:
         request.begin(words, most_s)
         try:

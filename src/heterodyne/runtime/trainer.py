@@ -285,7 +285,9 @@ class Trainer:
             self._failed += 1
             if self._failed > most:
                 raise
-            self._say_first(f"warning: {error}. Training goes on: failed checkpoints in a row: {self._failed} (more than {most} end the run)")
+            self._say_first(
+                f"warning: {error}. Training goes on: failed checkpoints in a row: {self._failed} (more than {most} end the run)"
+            )
 
     def _stopped(self, error: NumericsError) -> NumericsError:
         """The same error, which says what is left; a checkpoint of weights that have given no finite loss is not it."""

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -20,14 +21,17 @@ from typing import NoReturn, Self
 
 from heterodyne.errors import HeterodyneError, OutOfMemoryError, WorkerError
 from heterodyne.processes import GAVE_UP_ON_A_PEER
+from heterodyne.processes.parent import blame_another
 from heterodyne.runtime.liveness.device_queue import DeviceQueue, Held
 from heterodyne.runtime.liveness.failure_detector import (
     BETWEEN_STEPS,
+    LIFE,
     Calls,
     Failure,
     FailureDetector,
     Heartbeat,
     Kind,
+    Life,
     WatchLimits,
 )
 from heterodyne.runtime.liveness.members import Member
@@ -37,6 +41,10 @@ __all__ = ["Watchdog", "end_process"]
 
 _FAILURE = "failure"
 _INTERRUPTED = 130
+_FORGET = 0.98  # of what was late, in each round
+_STOPPED = frozenset({"stopped", "tracing-stop"})
+_ABOUT_TO_RUN = frozenset({"running", "disk-sleep"})
+_ASLEEP = "it was stopped, or the machine was overloaded, and the others have given it up meanwhile"
 
 
 def end_process(status: int, before: Callable[[], None] | None = None) -> NoReturn:
@@ -91,6 +99,7 @@ class Watchdog:
         self._rescue: Callable[[], None] | None = None
         self._phases = 0  # that have begun and not ended
         self._calls = Calls()
+        self._trace = ""  # of the error of a call, which the script may catch
         self._called_s = time.monotonic()
         self._asked_after = 0  # the number of the call of which people were told that others have not come to it
         self._count = 0
@@ -98,6 +107,11 @@ class Watchdog:
 
         self._heartbeats: dict[int, Heartbeat] = {}
         self._rounds = 0
+        self._lateness = {"pulse": 0.0, "detector": 0.0}  # of late, what the machine has made of these threads
+        self._asleep_s = 0.0  # the longest that this process has got no time at all, of late
+        self._seen_to_run: dict[
+            int, tuple[float, float]
+        ] = {}  # of silent workers of this machine: seconds of processor, and when
         self._left = threading.Event()
         self._failure: Failure | None = None
         self._published = threading.Event()
@@ -171,8 +185,13 @@ class Watchdog:
         self._news.set()
         try:
             yield
-        finally:
-            self._calls = self._calls.ended()
+        except BaseException as error:
+            self._called_s = time.monotonic()
+            self._calls = self._calls.ended(error)
+            self._trace = traceback.format_exc()
+            raise
+        self._called_s = time.monotonic()
+        self._calls = self._calls.ended()
 
     def tell(self, error: BaseException) -> None:
         """The main thread ends by an error: the others are told, as when the block is left. After a lack of memory this returns when all
@@ -203,6 +222,8 @@ class Watchdog:
         failure = self._failure
         if failure is None:
             return None
+        if failure.rank != self._rank:
+            blame_another()
         kind = OutOfMemoryError if failure.out_of_memory else WorkerError
         return kind(failure.text, rank=failure.rank, host=failure.host)
 
@@ -228,7 +249,9 @@ class Watchdog:
     def _run_pulse(self) -> None:
         try:
             while True:
+                began = time.monotonic()
                 self._round()
+                self._note_late("pulse", time.monotonic() - began)
                 if self._left.is_set() or self._published.is_set():
                     break
                 self._news.wait(self._limits.interval_s)
@@ -256,7 +279,7 @@ class Watchdog:
         self._rounds += 1
 
     def _heartbeat(self, *, left: bool = False) -> Heartbeat:
-        now = time.monotonic()
+        now, late_s = time.monotonic(), max(self._lateness.values())
         kind, state, since, limit_s = self._doing
         age_s, count = now - since, self._count
         held = self._held_by_device(kind, state, age_s, now)
@@ -269,9 +292,10 @@ class Watchdog:
             kind="left" if left else kind,
             state=state,
             age_s=age_s,
-            limit_s=limit_s,
+            limit_s=self._limits.patience_s(limit_s, late_s),
             calls=self._calls,
-            call_age_s=now - self._called_s if self._calls.inside else 0.0,
+            call_age_s=now - self._called_s,
+            late_s=late_s,
         )
 
     def _held_by_device(self, kind: Kind, state: str, age_s: float, now: float) -> Held | None:
@@ -282,15 +306,19 @@ class Watchdog:
     # The detector
 
     def _run_detector(self) -> None:
-        detector = FailureDetector(rank=self._rank, members=self._members, limits=self._limits, now=time.monotonic())
+        limits = self._limits
+        detector = FailureDetector(
+            rank=self._rank, members=self._members, limits=limits, now=time.monotonic(), life=self._life
+        )
         rounds, stalled_s, last = -1, 0.0, time.monotonic()
-        while not self._left.wait(self._limits.interval_s / 2):
+        while not self._left.wait(limits.interval_s / 2):
             now = time.monotonic()
+            self._note_late("detector", now - last - limits.interval_s / 2)
             stalled_s = 0.0 if self._rounds != rounds else stalled_s + min(now - last, self._limits.longest_round_s)
             rounds, last = self._rounds, now
             if stalled_s == 0:
                 detector.observe(now, self._heartbeats)
-            if stalled_s > self._limits.silence_s:
+            if self._is_silent(stalled_s):
                 self._decide(self._store_is_gone(f"has not answered for {stalled_s:.0f} s"))
             elif (failure := self._gone(detector) or detector.failure()) is not None:
                 self._decide(failure)
@@ -301,6 +329,33 @@ class Watchdog:
                 self._give_up(self._failure)
                 return
 
+    def _note_late(self, thread: str, late_s: float) -> None:
+        self._lateness[thread] = max(late_s, self._lateness[thread] * _FORGET)
+        if thread == "detector":
+            self._asleep_s = max(late_s, self._asleep_s * _FORGET)
+
+    def _is_silent(self, stalled_s: float) -> bool:
+        """Whether the store does not answer, for longer than the slowest of the workers that it serves is given."""
+        limits, late_s = self._limits, max(self._lateness.values())
+        if stalled_s <= limits.patience_s(limits.longest_silence_s, late_s):
+            return False
+        life = "unknown" if self._store_keeper is None else self._life(self._store_keeper)
+        return stalled_s > limits.patience_s(limits.longest_silence_s, late_s, life)
+
+    def _life(self, rank: int) -> Life:
+        """Of a worker on this machine the operating system knows whether it is stopped, or gets some time now and then."""
+        member = self._members[rank]
+        if member.machine != self._members[self._rank].machine:
+            return "unknown"
+        status, ran_s, now = member.process_status(), member.processor_s(), time.monotonic()
+        if status in _STOPPED:
+            return "stopped"
+        before_s, when = self._seen_to_run.get(rank, (-1.0, now))
+        if ran_s > before_s or status in _ABOUT_TO_RUN:
+            when = now
+        self._seen_to_run[rank] = ran_s, when
+        return "alive" if status is not None and now - when < self._limits.silence_s else "unknown"
+
     def _gone(self, detector: FailureDetector) -> Failure | None:
         """Of the workers on this machine the operating system knows at once."""
         mine = self._members[self._rank].machine
@@ -308,6 +363,10 @@ class Watchdog:
             if member.machine != mine or member.rank == self._rank or self._has_left(member.rank):
                 continue
             if member.process_status() is None and not self._said_farewell(member.rank):
+                if self._asleep_s > self._limits.silence_s / 2:  # that is why the other one has ended
+                    return self._blame(
+                        self._members[self._rank], f"had no time of its machine for {self._asleep_s:.0f} s: {_ASLEEP}"
+                    )
                 return detector.gone(member.rank)
         return None
 
@@ -333,10 +392,12 @@ class Watchdog:
         if self._left.wait(self._limits.publish_s) or (self._asked.is_set() and self._left.wait(self._limits.handle_s)):
             return
         me = self._members[self._rank]
-        os.write(2, f"heterodyne: rank {me.rank} on {me.host} stops: {failure.text}\n".encode())
+        own = self._trace if failure.rank == self._rank else ""
+        os.write(2, f"{own}heterodyne: rank {me.rank} on {me.host} stops: {failure.text}\n".encode())
         if failure.rank == self._rank:
             with suppress(OSError, ValueError):  # standard error may be closed or not a file
-                faulthandler.dump_traceback(all_threads=True)
+                if not own:
+                    faulthandler.dump_traceback(all_threads=True)
             end_process(1, self._before_exit)
         end_process(_INTERRUPTED if failure.interrupted else GAVE_UP_ON_A_PEER, self._before_exit)
 
@@ -382,7 +443,8 @@ class Watchdog:
         if self._store_keeper is None:
             return Failure(rank=None, host=None, text=f"the launcher keeps the store, and {how}")
         keeper = self._members[self._store_keeper]
-        return self._blame(keeper, f"keeps the store, and {how}")
+        life = self._life(self._store_keeper)
+        return self._blame(keeper, f"keeps the store, and {how}" + ("" if life == "unknown" else f"; it {LIFE[life]}"))
 
     def _blame(self, member: Member, happened: str) -> Failure:
         return Failure(rank=member.rank, host=member.host, text=f"{member} {happened}")
