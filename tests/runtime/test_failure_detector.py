@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 from heterodyne.runtime.liveness.failure_detector import (
@@ -14,6 +16,7 @@ from heterodyne.runtime.liveness.failure_detector import (
     WatchLimits,
 )
 from heterodyne.runtime.liveness.members import Member
+from heterodyne.runtime.liveness.tree import Report, children, telling
 
 LIMITS = WatchLimits(interval_s=1.0, silence_s=10.0, phase_silence_s=20.0, stuck_s=20.0, phase_s=100.0)
 MEMBERS = [Member(rank=rank, host=f"node{rank}", pid=100 + rank, machine=f"m{rank}") for rank in range(3)]
@@ -157,7 +160,9 @@ def test_who_left_while_the_others_wait_is_named() -> None:
 def test_what_goes_through_the_store_comes_back() -> None:
     failure = Failure(rank=3, host="node3", text="rank 3 died", interrupted=True)
     assert Failure.load(failure.dump().encode()) == failure
-    assert Heartbeat.load(heartbeat(4).dump()) == heartbeat(4)
+    raised = replace(heartbeat(5), calls=Calls().begun("step()").ended(ValueError("no")))
+    report = Report(own=heartbeat(4), others={7: raised}, heard=3)
+    assert Report.load(report.dump()) == report
     assert Member.load(MEMBERS[1].dump()) == MEMBERS[1]
 
 
@@ -176,7 +181,7 @@ def test_ranks_in_different_calls_are_named_with_them() -> None:
     failure = it.failure()
     assert failure is not None
     assert "rank 0 is in state_dict(); ranks 1, 2 are in step()" in failure.text
-    assert Heartbeat.load(calling(1, stepped.begun("close()")).dump()).calls == Calls(
+    assert Heartbeat.of(calling(1, stepped.begun("close()")).fields()).calls == Calls(
         2, "close()", "step()", inside=True
     )
 
@@ -275,3 +280,45 @@ def test_who_is_silent_does_not_hang() -> None:
             {0: heartbeat(second, "wait", age_s=30.0 + second), 1: heartbeat(second), 2: heartbeat(1, age_s=30.0)},
         )
         assert second < 6 or it.failure() is None
+
+
+def at_root(of_all: Sequence[Heartbeat]) -> tuple[dict[int, Heartbeat], dict[int, Heartbeat], int]:
+    """What rank 0 reads, what it is told of the others, and of how many, once every worker has handed on what it heard."""
+    reports: dict[int, Report] = {}
+    for rank in reversed(range(len(of_all))):
+        below = {child: reports[child] for child in children(rank, len(of_all))}
+        others = {r: b for report in below.values() for r, b in report.others.items()}
+        seen = others | {child: report.own for child, report in below.items()}
+        heard = 1 + sum(report.heard for report in below.values())
+        reports[rank] = Report(own=of_all[rank], others=telling(seen), heard=heard)
+    direct = {rank: reports[rank].own for rank in (0, *children(0, len(of_all)))}
+    below = [reports[rank] for rank in children(0, len(of_all))]
+    return direct, {r: b for report in below for r, b in report.others.items()}, reports[0].heard
+
+
+def test_the_root_of_many_workers_judges_as_one_that_hears_them_all() -> None:
+    draw, size = random.Random(0), 300
+    members = [Member(rank=rank, host="h", pid=rank + 1, machine=f"m{rank}") for rank in range(size)]
+    step, evaluation = Calls().begun("step()"), Calls().begun("evaluate()")
+
+    def waits(age_s: float, calls: Calls = step) -> Heartbeat:
+        return replace(heartbeat(1, "wait", age_s=age_s, count=9), calls=calls)
+
+    odd = {
+        "hangs": heartbeat(1, age_s=30.0, state="0F3"),
+        "works": heartbeat(1, age_s=3.0),
+        "waits as all do": waits(21.0),
+        "is elsewhere": waits(1.0, evaluation),
+        "raised": replace(heartbeat(1), calls=replace(step, inside=False, raised=1, error="step() raised"), call_age_s=9.0),
+        "left": replace(heartbeat(1, "left"), calls=Calls()),
+    }
+    for what, its in odd.items():
+        victim = draw.randrange(size)
+        of_all = [its if rank == victim else replace(waits(21.0), call_age_s=9.0) for rank in range(size)]
+        flat = FailureDetector(rank=0, members=members, limits=LIMITS, now=0.0)
+        flat.observe(1, dict(enumerate(of_all)))
+        tree = FailureDetector(rank=0, members=members, limits=LIMITS, now=0.0, watched=[0, *children(0, size)])
+        tree.observe(1, *at_root(of_all))
+        ours, expected = tree.failure(), flat.failure()
+        assert (ours is None) == (expected is None) == (what == "works"), what
+        assert what == "waits as all do" or (ours and ours.rank) == (expected and expected.rank), what

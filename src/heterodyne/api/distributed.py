@@ -382,7 +382,7 @@ class Distributed:
             self._leave()
             self._closing.__exit__(kind, error, trace)
 
-    def leave_with_script(self, error: BaseException | None) -> None:
+    def _leave_with_script(self, error: BaseException | None) -> None:
         """Leave at the end of a script that has not closed the trainer; what it died of, None: nothing, and nobody reads its model now."""
         if error is None:
             self._close("none")

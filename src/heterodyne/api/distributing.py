@@ -211,7 +211,7 @@ def distribute(
         if resume:
             trainer.load_checkpoint()
         closing.push(stack.pop_all())
-        closing.enter_context(left_with_script(trainer.leave_with_script))
+        closing.enter_context(left_with_script(trainer._leave_with_script))
         return trainer
 
 

@@ -6,10 +6,11 @@ counts for a few intervals at most, so a detector that was asleep does not take 
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import Any, Literal
 
 from heterodyne.runtime.liveness.members import Member
 
@@ -128,12 +129,19 @@ class Heartbeat:
     late_s: float = 0.0
 
     @classmethod
-    def load(cls, text: str | bytes) -> Heartbeat:
-        fields = json.loads(text)
-        return cls(**{**fields, "calls": Calls(**fields["calls"])})
+    def of(cls, fields: Sequence[Any]) -> Heartbeat:
+        """The inverse of `fields`."""
+        calls, *own = fields
+        return cls(**dict(zip(_HEARTBEAT, own, strict=True)), calls=Calls(*calls))
 
-    def dump(self) -> str:
-        return json.dumps(asdict(self))
+    def fields(self) -> list[Any]:
+        """Its values without their names, as JSON, and seconds in few digits: they are sent each second."""
+        values = (getattr(self, name) for name in _HEARTBEAT)
+        own = [round(value, 2) if isinstance(value, float) else value for value in values]
+        return [list(astuple(self.calls)), *own]
+
+
+_HEARTBEAT = [field.name for field in dataclasses.fields(Heartbeat) if field.name != "calls"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +169,12 @@ _ALIVE_FACTOR = 8.0
 
 
 class FailureDetector:
-    """Keeps what was last heard of each worker and since when it is silent. ``life``: what the machine says of a rank, if it can."""
+    """Keeps what was last heard of each worker and since when it is silent.
+
+    Args:
+        life: what the machine says of a rank, if it can.
+        watched: the ranks whose silence is judged here; None: all.
+    """
 
     def __init__(
         self,
@@ -171,6 +184,7 @@ class FailureDetector:
         limits: WatchLimits,
         now: float,
         life: Callable[[int], Life] = lambda _: "unknown",
+        watched: Collection[int] | None = None,
     ) -> None:
         self._life = life
         self._rank = rank
@@ -178,19 +192,35 @@ class FailureDetector:
         self._limits = limits
         self._now = now
         self._heartbeats: dict[int, Heartbeat] = {}
-        self._silence_s = dict.fromkeys(range(len(members)), 0.0)
+        self._watched = range(len(members)) if watched is None else watched
+        self._silence_s = dict.fromkeys(range(len(members)), 0.0)  # 0 for those who are not watched
+        self._heard = 0
 
-    def observe(self, now: float, heartbeats: Mapping[int, Heartbeat]) -> None:
-        """Take in the newest heartbeat of each worker (those of before may be repeated) at local time `now`."""
+    def observe(
+        self,
+        now: float,
+        heartbeats: Mapping[int, Heartbeat],
+        relayed: Mapping[int, Heartbeat] | None = None,
+        heard: int | None = None,
+    ) -> None:
+        """Take in the newest heartbeat of each worker that is watched (those of before may be repeated) at local time `now`.
+
+        Args:
+            relayed: some of the others, of which another worker told.
+            heard: how many workers there are of which anything is known; None: those given.
+        """
         passed = min(now - self._now, self._limits.longest_round_s)
         self._now = now
-        for member in self._members:
-            heartbeat, known = heartbeats.get(member.rank), self._heartbeats.get(member.rank)
+        kept = {rank: self._heartbeats[rank] for rank in self._watched if rank in self._heartbeats}
+        for rank in self._watched:
+            heartbeat, known = heartbeats.get(rank), kept.get(rank)
             if heartbeat is not None and (known is None or heartbeat.number != known.number):
-                self._heartbeats[member.rank] = heartbeat
-                self._silence_s[member.rank] = 0.0
+                kept[rank] = heartbeat
+                self._silence_s[rank] = 0.0
             else:
-                self._silence_s[member.rank] += passed
+                self._silence_s[rank] += passed
+        self._heartbeats = {**(relayed or {}), **kept}
+        self._heard = len(self._heartbeats) if heard is None else heard
 
     def failure(self) -> Failure | None:
         """The first fault found: silence, calls that differ, hanging, deadlock; None if all is well."""
@@ -223,8 +253,8 @@ class FailureDetector:
 
     def _silent(self) -> Failure | None:
         own = self._heartbeats.get(self._rank)
-        for rank, silence_s in self._silence_s.items():
-            heartbeat = self._heartbeats.get(rank)
+        for rank in self._watched:
+            heartbeat, silence_s = self._heartbeats.get(rank), self._silence_s[rank]
             if rank == self._rank or (heartbeat is not None and heartbeat.kind == "left"):
                 continue
             early = heartbeat is None or heartbeat.kind == "phase"
@@ -318,7 +348,7 @@ class FailureDetector:
     def _deadlocked(self) -> Failure | None:
         """All who are still there wait, longer than they may."""
         present = {rank: heartbeat for rank, heartbeat in self._heartbeats.items() if heartbeat.kind != "left"}
-        if len(self._heartbeats) < len(self._members) or not present:
+        if self._heard < len(self._members) or not present:
             return None
         if not all(b.kind == "wait" and b.age_s + self._silence_s[r] > b.limit_s for r, b in present.items()):
             return None

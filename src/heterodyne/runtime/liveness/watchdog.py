@@ -36,10 +36,12 @@ from heterodyne.runtime.liveness.failure_detector import (
 )
 from heterodyne.runtime.liveness.members import Member
 from heterodyne.runtime.liveness.signing import SignedStore
+from heterodyne.runtime.liveness.tree import Report, children, neighbours, telling
 
 __all__ = ["Watchdog", "end_process"]
 
 _FAILURE = "failure"
+_LEFT = "left"
 _INTERRUPTED = 130
 _FORGET = 0.98  # of what was late, in each round
 _STOPPED = frozenset({"stopped", "tracing-stop"})
@@ -105,7 +107,13 @@ class Watchdog:
         self._count = 0
         self._longest_s = {"work": 0.0, "wait": 0.0}
 
-        self._heartbeats: dict[int, Heartbeat] = {}
+        self._neighbours = neighbours(rank, len(self._members))
+        self._doubted: set[int] = set()  # whose signs of life are looked for, though others read them
+        self._heartbeats: dict[int, Heartbeat] = {}  # of these, and the own
+        self._subtree: dict[int, Heartbeat] = {}  # some of the others below
+        self._relayed: dict[int, Heartbeat] = {}  # the same, and of the parent's
+        self._heard = 1
+        self._left_first: int | None = None
         self._rounds = 0
         self._lateness = {"pulse": 0.0, "detector": 0.0}  # of late, what the machine has made of these threads
         self._asleep_s = 0.0  # the longest that this process has got no time at all, of late
@@ -214,9 +222,9 @@ class Watchdog:
         rounds = self._rounds
         until = time.monotonic() + self._limits.longest_silence_s + 5 * self._limits.interval_s
         while not self._decided.wait(self._limits.interval_s) and time.monotonic() < until:
-            left = [member for member in self._members if self._has_left(member.rank)]
-            if left and self._rounds > rounds + 1:  # nobody has said anything worse since
-                self._decide(self._blame(left[0], "left while others still need it"))
+            left = self._left_first
+            if left is not None and self._rounds > rounds + 1:  # nobody has said anything worse since
+                self._decide(self._blame(self._members[left], "left while others still need it"))
         if self._decided.is_set():
             self._published.wait(self._limits.publish_s)  # another worker may have judged first
         failure = self._failure
@@ -257,26 +265,42 @@ class Watchdog:
                 self._news.wait(self._limits.interval_s)
                 self._news.clear()
             if self._failure is None:
-                self._pulse_store.set(f"heartbeat/{self._rank}", self._heartbeat(left=True).dump())
+                self._pulse_store.set(_LEFT, str(self._rank))
+                self._pulse_store.set(f"heartbeat/{self._rank}", self._report(self._heartbeat(left=True)).dump())
         except (RuntimeError, ValueError) as error:  # what torch raises for a connection that is gone
             if not self._left.is_set():
                 self._decide(self._store_is_gone(f"cannot be reached any more ({str(error).splitlines()[0][:120]})"))
             self._published.set()  # as far as that goes without a store
 
     def _round(self) -> None:
-        store = self._pulse_store
-        store.set(f"heartbeat/{self._rank}", self._heartbeat().dump())
+        store, own = self._pulse_store, self._heartbeat()
+        store.set(f"heartbeat/{self._rank}", self._report(own).dump())
         if self._failure is not None:  # the first failure of all workers counts, so that all say the same
             self._failure = Failure.load(store.set_first(_FAILURE, self._failure.dump()))
             self._published.set()
         elif (text := store.get(_FAILURE)) is not None:
             self._decide(Failure.load(text))
             self._published.set()
-        heartbeats = store.get_all([f"heartbeat/{rank}" for rank in range(len(self._members))])
-        self._heartbeats |= {
-            rank: Heartbeat.load(heartbeat) for rank, heartbeat in enumerate(heartbeats) if heartbeat is not None
-        }
+        asked = [*self._neighbours, *sorted(self._doubted)]
+        told = store.get_all([f"heartbeat/{rank}" for rank in asked])
+        reports = {rank: Report.load(text) for rank, text in zip(asked, told, strict=True) if text is not None}
+        if self._asked.is_set() and self._left_first is None and (rank := store.get(_LEFT)) is not None:
+            self._left_first = int(rank)
+        below = [reports[rank] for rank in children(self._rank, len(self._members)) if rank in reports]
+        self._subtree = {rank: heartbeat for report in below for rank, heartbeat in report.others.items()}
+        self._heard = 1 + sum(report.heard for report in below)
+        self._relayed = {rank: b for report in reports.values() for rank, b in report.others.items()} | self._subtree
+        self._relayed.pop(self._rank, None)
+        self._heartbeats |= {rank: report.own for rank, report in reports.items()} | {self._rank: own}
         self._rounds += 1
+
+    def _report(self, own: Heartbeat) -> Report:
+        below = {
+            rank: b
+            for rank in children(self._rank, len(self._members))
+            if (b := self._heartbeats.get(rank)) is not None
+        }
+        return Report(own=own, others=telling(self._subtree | below), heard=self._heard)
 
     def _heartbeat(self, *, left: bool = False) -> Heartbeat:
         now, late_s = time.monotonic(), max(self._lateness.values())
@@ -308,7 +332,12 @@ class Watchdog:
     def _run_detector(self) -> None:
         limits = self._limits
         detector = FailureDetector(
-            rank=self._rank, members=self._members, limits=limits, now=time.monotonic(), life=self._life
+            rank=self._rank,
+            members=self._members,
+            limits=limits,
+            now=time.monotonic(),
+            life=self._life,
+            watched=[self._rank, *self._neighbours],
         )
         rounds, stalled_s, last = -1, 0.0, time.monotonic()
         while not self._left.wait(limits.interval_s / 2):
@@ -317,7 +346,7 @@ class Watchdog:
             stalled_s = 0.0 if self._rounds != rounds else stalled_s + min(now - last, self._limits.longest_round_s)
             rounds, last = self._rounds, now
             if stalled_s == 0:
-                detector.observe(now, self._heartbeats)
+                detector.observe(now, self._heartbeats, self._relayed, self._heard)
             if self._is_silent(stalled_s):
                 self._decide(self._store_is_gone(f"has not answered for {stalled_s:.0f} s"))
             elif (failure := self._gone(detector) or detector.failure()) is not None:
@@ -372,6 +401,7 @@ class Watchdog:
 
     def _said_farewell(self, rank: int) -> bool:
         """A worker that is gone may have left in peace, or said why it failed, since the last round: look again."""
+        self._doubted = self._doubted | {rank}
         before = self._rounds
         until = time.monotonic() + self._limits.longest_round_s
         while self._rounds < before + 2 and time.monotonic() < until and self._failure is None:
