@@ -54,7 +54,10 @@ def traffic(size: int, state: str) -> list[int]:
     members = [Member(rank=r, host=f"node-{r // 8:03}.cluster", pid=4000 + r, machine=f"{r // 8}") for r in range(size)]
     entries: dict[str, bytes] = {}
     stores = [Counted(entries) for _ in members]
-    dogs = [Watchdog(SignedStore(store_of(s), b"secret", timeout_s=1.0), rank=r, members=members) for r, s in enumerate(stores)]
+    dogs = [
+        Watchdog(SignedStore(store_of(s), b"secret", timeout_s=1.0), rank=r, members=members)
+        for r, s in enumerate(stores)
+    ]
     for rank, dog in enumerate(dogs):
         with dog.calling(f"validate() {rank}" if state == "all in different calls" else "step()"):
             if state == "all train" and rank % 2:
@@ -81,7 +84,9 @@ def main() -> int:
     for size in (8, 64, 1024) if options.quick else (8, 64, 256, 1024):
         for state in ("all train", "all wait for one", "all in different calls"):
             of_ranks = [float(count) for count in traffic(size, state)]
-            results.row(f"{size:,} ranks, {state}", of_a_rank=spread(of_ranks), most=max(of_ranks), all_ranks=sum(of_ranks))
+            results.row(
+                f"{size:,} ranks, {state}", of_a_rank=spread(of_ranks), most=max(of_ranks), all_ranks=sum(of_ranks)
+            )
             if size == 1024:
                 results.bar(f"bytes a second of the busiest of 1,024 ranks, {state}", max(of_ranks), f"<= {BAR:g}")
     return results.write(options.json)
