@@ -2,7 +2,7 @@
 
 Two workers of this machine train a small model, by a job or by a loop of their own. Something happens to them at a step or a checkpoint.
 From then on it is measured how long anything of the run lives, beside what it was to finish first; whether the status is right,
-whether what was promised is there (a checkpoint, a line, the script's own traceback), and what is left behind: processes, shared memory.
+whether what was promised is there (a checkpoint, a line, the script's own traceback), and which processes are left behind.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def main() -> int:
     results.bar("ways that end late", late, "<= 0")
     results.bar("wrong statuses", wrong, "<= 0")
     results.bar("promises that were not kept", lost, "<= 0")
-    results.bar("processes and shared memory left behind", behind, "<= 0")
+    results.bar("processes left behind", behind, "<= 0")
     return results.write(options.json)
 
 
@@ -179,7 +179,6 @@ def went(way: Way, number: int, plan: str, folder: Path) -> dict[str, int | floa
     place, run = folder / f"way-{number}", folder / f"run-{number}"
     place.mkdir()
     given = planned(folder, plan, loop=bool(way.loop))
-    shared = set(Path("/dev/shm").iterdir())
     with (place / "said").open("wb") as said:
         process = subprocess.Popen(
             command(run, str(given), way.loop), cwd=folder, stdout=said, stderr=subprocess.STDOUT,
@@ -198,14 +197,13 @@ def went(way: Way, number: int, plan: str, folder: Path) -> dict[str, int | floa
     text = (place / "said").read_text(errors="replace")
     if status not in way.statuses or (way.says and way.says not in text):
         print(f"--- {way.name}: status {status}\n{text[-3000:]}", flush=True)
-    new = set(Path("/dev/shm").iterdir()) - shared
     return {
         "ended_s": max(0.0, seconds - way.first_s),
         "status": status,
         "step": max((int(path.parent.name.removeprefix("step-")) for path in run.glob("checkpoint/step-*/manifest.json")
                      if path.parent.name.removeprefix("step-").isdigit()), default=0),
         "said": way.says in text,
-        "left": len(left) + len(new),
+        "left": len(left),
     }  # fmt: skip
 
 

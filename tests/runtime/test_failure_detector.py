@@ -309,7 +309,9 @@ def test_the_root_of_many_workers_judges_as_one_that_hears_them_all() -> None:
         "works": heartbeat(1, age_s=3.0),
         "waits as all do": waits(21.0),
         "is elsewhere": waits(1.0, evaluation),
-        "raised": replace(heartbeat(1), calls=replace(step, inside=False, raised=1, error="step() raised"), call_age_s=9.0),
+        "raised": replace(
+            heartbeat(1), calls=replace(step, inside=False, raised=1, error="step() raised"), call_age_s=9.0
+        ),
         "left": replace(heartbeat(1, "left"), calls=Calls()),
     }
     for what, its in odd.items():

@@ -116,6 +116,7 @@ class Watchdog:
         self._left_first: int | None = None
         self._rounds = 0
         self._lateness = {"pulse": 0.0, "detector": 0.0}  # of late, what the machine has made of these threads
+        self._looked_s = time.monotonic()  # when the detector was last given time
         self._asleep_s = 0.0  # the longest that this process has got no time at all, of late
         self._seen_to_run: dict[
             int, tuple[float, float]
@@ -343,6 +344,7 @@ class Watchdog:
         while not self._left.wait(limits.interval_s / 2):
             now = time.monotonic()
             self._note_late("detector", now - last - limits.interval_s / 2)
+            self._looked_s = now
             stalled_s = 0.0 if self._rounds != rounds else stalled_s + min(now - last, self._limits.longest_round_s)
             rounds, last = self._rounds, now
             if stalled_s == 0:
@@ -362,6 +364,13 @@ class Watchdog:
         self._lateness[thread] = max(late_s, self._lateness[thread] * _FORGET)
         if thread == "detector":
             self._asleep_s = max(late_s, self._asleep_s * _FORGET)
+
+    def _after_sleep(self) -> Failure | None:
+        """What is wrong where this worker was given no time for so long that the others have ended without it."""
+        asleep_s = max(self._asleep_s, time.monotonic() - self._looked_s - self._limits.interval_s / 2)
+        if asleep_s < self._limits.silence_s / 2:
+            return None
+        return self._blame(self._members[self._rank], f"had no time of its machine for {asleep_s:.0f} s: {_ASLEEP}")
 
     def _is_silent(self, stalled_s: float) -> bool:
         """Whether the store does not answer, for longer than the slowest of the workers that it serves is given."""
@@ -392,11 +401,7 @@ class Watchdog:
             if member.machine != mine or member.rank == self._rank or self._has_left(member.rank):
                 continue
             if member.process_status() is None and not self._said_farewell(member.rank):
-                if self._asleep_s > self._limits.silence_s / 2:  # that is why the other one has ended
-                    return self._blame(
-                        self._members[self._rank], f"had no time of its machine for {self._asleep_s:.0f} s: {_ASLEEP}"
-                    )
-                return detector.gone(member.rank)
+                return self._after_sleep() or detector.gone(member.rank)
         return None
 
     def _said_farewell(self, rank: int) -> bool:
@@ -470,6 +475,8 @@ class Watchdog:
         return self._blame(me, f"failed: {type(error).__name__}: {first}")
 
     def _store_is_gone(self, how: str) -> Failure:
+        if (asleep := self._after_sleep()) is not None:
+            return asleep
         if self._store_keeper is None:
             return Failure(rank=None, host=None, text=f"the launcher keeps the store, and {how}")
         keeper = self._members[self._store_keeper]
