@@ -31,7 +31,7 @@ from heterodyne.processes.status import GAVE_UP_ON_A_PEER, OUT_OF_MEMORY, STOPPE
 __all__ = ["WorkerSpec", "launch_workers", "to_standard_error"]
 
 _POLL_S = 0.05
-_CULPRIT_S = 1.0  # how long the failure of a worker that blames another may wait for that other one's own end
+_CULPRIT_S = 4.0  # how long the failure of a worker that blames another may wait for that other one's own end
 _TOLD_S = (
     10.0  # how long rank 0 may take to tell an error that others have told: it ends last, because it keeps the store
 )
