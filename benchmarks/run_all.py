@@ -66,6 +66,8 @@ BENCHMARKS = (
     "chain_of_faults",
     "bad_inputs",
     "strangers",
+    "way_out",
+    "heartbeats",
     "trackers",
     "accelerator_path",
     "memory_truth",

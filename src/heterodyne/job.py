@@ -253,10 +253,13 @@ class ParallelismSection(Section):
 
 
 class CheckpointSection(Section):
-    """``every`` 0: only at the end. ``keep``: how many of the newest stay on disk."""
+    """``every`` 0: only at the end. ``keep``: how many of the newest stay on disk. ``max_failed``: a checkpoint that cannot be written, for
+    lack of room say, costs a line; more than so many in a row end the run, and so does the last one.
+    """
 
     every: Whole = 0
     keep: Positive = 2
+    max_failed: Whole = 3
 
 
 class MetricsSection(Section):

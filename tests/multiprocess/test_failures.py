@@ -76,6 +76,11 @@ def test_the_others_end_and_name_the_victim(
             assert "done" not in worker.output
     if status is not None:
         assert workers[victim].wait() == status
+    if misfortune == "stopped":
+        workers[victim].signal(signal.SIGCONT)
+        assert workers[victim].wait() != 0
+        assert "had no time of its machine for" in workers[victim].output
+        assert " died" not in workers[victim].output, "it does not blame those that gave it up"
     assert misfortune != "hangs" or "in suffer" in workers[victim].output, "it shows where"
 
 

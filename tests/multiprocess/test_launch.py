@@ -28,7 +28,8 @@ import sys
 from pathlib import Path
 from heterodyne.processes import WorkerSpec, launch_workers
 spec = WorkerSpec(command=(sys.executable, "-c", sys.argv[2]))
-sys.exit(launch_workers([spec] * 2, logs=Path(sys.argv[1]), interrupt_grace_s=30.0))
+grace_s = float(sys.argv[3]) if len(sys.argv) > 3 else 30.0
+sys.exit(launch_workers([spec] * 2, logs=Path(sys.argv[1]), interrupt_grace_s=grace_s))
 """
 
 # A worker that says who it is by a file named after its process, and so does its child in a session of its own.
@@ -82,8 +83,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def launcher(program: str, logs: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", LAUNCHER, str(logs), program], stderr=subprocess.PIPE, text=True)
+def launcher(program: str, logs: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", LAUNCHER, str(logs), program, *more]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
 def test_each_rank_gets_what_torchrun_gives(tmp_path: Path, said: list[str]) -> None:
@@ -216,6 +218,68 @@ def test_a_second_ctrl_c_ends_the_deaf_at_once(tmp_path: Path, home: Path) -> No
     assert process.returncode == 130
     assert "did not stop and were killed: 0, 1" in said
     assert alive(settled(home)) == []
+
+
+def long_step(seconds: float) -> str:
+    return (
+        "import ctypes, os, signal, time\n"
+        "from pathlib import Path\n"
+        "from heterodyne.processes import to_standard_error\n"
+        "from heterodyne.processes.parent import end_with_launcher\n"
+        "from heterodyne.processes.signals import orderly_stop\n"
+        "end_with_launcher()\n"
+        "home = Path(os.environ['SETTLERS'])\n"
+        "with orderly_stop(to_standard_error) as stop:\n"
+        "    stop.begin('step 7', 3600.0)\n"
+        "    (home / str(os.getpid())).touch()\n"
+        f"    until = time.monotonic() + {seconds}\n"
+        "    while time.monotonic() < until:\n"
+        "        ctypes.CDLL(None).poll(None, 0, 200)  # no handler of Python runs in it\n"
+        "    (home.parent / f'whole-{os.getpid()}').touch()\n"
+    )
+
+
+def test_a_step_that_takes_longer_than_the_grace_is_waited_for(tmp_path: Path, home: Path) -> None:
+    process = launcher(long_step(8.0), tmp_path / "logs", "1.0")
+    try:
+        wait_until(lambda: len(settled(home)) == 2)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 143
+    assert len(list(tmp_path.glob("whole-*"))) == 2
+    assert "send SIGTERM again to end them at once" in said
+    assert "SIGTERM: step 7 is finished first" in said
+    assert "were killed" not in said
+
+
+def test_a_worker_alone_is_ended_at_once_by_a_second_signal(tmp_path: Path, home: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", long_step(3600.0)], stderr=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: len(settled(home)) == 1)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        assert "SIGINT: step 7 is finished first" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 130
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_workers_end_when_guardian_and_launcher_are_gone(tmp_path: Path, home: Path) -> None:
+    process = launcher(long_step(3600.0), tmp_path / "logs")
+    try:
+        wait_until(lambda: len(settled(home)) == 2)
+        (guardian,) = [p for p in psutil.Process(process.pid).children() if p.pid not in settled(home)]
+        guardian.kill()
+        process.kill()
+        wait_until(lambda: alive(settled(home)) == [])
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_the_workers_of_a_killed_launcher_die_with_it(tmp_path: Path, home: Path) -> None:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import replace
 
-from heterodyne.runtime.liveness.failure_detector import Calls, Failure, FailureDetector, Heartbeat, Kind, WatchLimits
+from heterodyne.runtime.liveness.failure_detector import (
+    Calls,
+    Failure,
+    FailureDetector,
+    Heartbeat,
+    Kind,
+    Life,
+    WatchLimits,
+)
 from heterodyne.runtime.liveness.members import Member
+from heterodyne.runtime.liveness.tree import Report, children, telling
 
 LIMITS = WatchLimits(interval_s=1.0, silence_s=10.0, phase_silence_s=20.0, stuck_s=20.0, phase_s=100.0)
 MEMBERS = [Member(rank=rank, host=f"node{rank}", pid=100 + rank, machine=f"m{rank}") for rank in range(3)]
@@ -149,7 +160,9 @@ def test_who_left_while_the_others_wait_is_named() -> None:
 def test_what_goes_through_the_store_comes_back() -> None:
     failure = Failure(rank=3, host="node3", text="rank 3 died", interrupted=True)
     assert Failure.load(failure.dump().encode()) == failure
-    assert Heartbeat.load(heartbeat(4).dump()) == heartbeat(4)
+    raised = replace(heartbeat(5), calls=Calls().begun("step()").ended(ValueError("no")))
+    report = Report(own=heartbeat(4), others={7: raised}, heard=3)
+    assert Report.load(report.dump()) == report
     assert Member.load(MEMBERS[1].dump()) == MEMBERS[1]
 
 
@@ -168,7 +181,7 @@ def test_ranks_in_different_calls_are_named_with_them() -> None:
     failure = it.failure()
     assert failure is not None
     assert "rank 0 is in state_dict(); ranks 1, 2 are in step()" in failure.text
-    assert Heartbeat.load(calling(1, stepped.begun("close()")).dump()).calls == Calls(
+    assert Heartbeat.of(calling(1, stepped.begun("close()")).fields()).calls == Calls(
         2, "close()", "step()", inside=True
     )
 
@@ -213,3 +226,101 @@ def test_a_call_that_others_may_still_come_to_is_told_after_a_while() -> None:
     it.observe(2, {0: calling(2, done.begun("state_dict()"), age_s=LIMITS.call_s + 1), **heartbeats})
     assert "rank 0 waits in state_dict() for 16 s: rank 1 has not come to it" in it.waits_alone()
     assert it.failure() is None
+
+
+def called(calls: Calls, age_s: float = 0.0, kind: Kind = "wait", number: int = 1) -> Heartbeat:
+    return replace(heartbeat(number, kind, state="x", limit_s=1e3), calls=calls, call_age_s=age_s)
+
+
+def test_an_error_of_one_rank_that_its_script_caught_is_named_and_one_of_all_ranks_is_not() -> None:
+    inside = Calls().begun("step()")
+    raised = inside.ended(ValueError("no such word\nand more"))
+    on = raised.begun("close()")
+    for others, age_s, found in (
+        (inside, 3.0, False),  # they may come to the same error
+        (inside, 5.0, True),
+        (inside.ended(), 0.0, True),  # they have not had it
+        (raised, 5.0, False),
+        (on, 5.0, False),
+    ):
+        it = detector()
+        it.observe(1, {0: called(others, age_s), 1: called(on, 10.0), 2: called(others, age_s)})
+        failure = it.failure()
+        assert (failure is not None) == found, others
+        if failure is not None:
+            assert failure.rank == 1
+            assert "step() raised ValueError: no such word; its script caught that" in failure.text
+
+
+def silence_borne(life: Life, late_s: float = 0.0) -> tuple[int, Failure]:
+    it = FailureDetector(rank=0, members=MEMBERS, limits=LIMITS, now=0.0, life=lambda _: life)
+    of_others = {rank: replace(heartbeat(1), late_s=late_s) for rank in (1, 2)}
+    for second in range(1, 1000):
+        it.observe(second, {0: heartbeat(second), 1: replace(of_others[1], number=second), 2: of_others[2]})
+        if (failure := it.failure()) is not None:
+            return second, failure
+    raise AssertionError
+
+
+def test_a_starved_worker_is_borne_longer_than_a_dead_one_and_what_is_wrong_is_named() -> None:
+    dead, _ = silence_borne("unknown")
+    late, _ = silence_borne("unknown", late_s=2.0)
+    starved, why_starved = silence_borne("alive")
+    stopped, why_stopped = silence_borne("stopped")
+    assert dead == stopped < late < starved
+    assert "it is stopped (SIGSTOP" in why_stopped.text
+    assert "next to no time" in why_starved.text
+
+
+def test_who_is_silent_does_not_hang() -> None:
+    it = detector()
+    for second in range(1, 9):
+        it.observe(
+            second,
+            {0: heartbeat(second, "wait", age_s=30.0 + second), 1: heartbeat(second), 2: heartbeat(1, age_s=30.0)},
+        )
+        assert second < 6 or it.failure() is None
+
+
+def at_root(of_all: Sequence[Heartbeat]) -> tuple[dict[int, Heartbeat], dict[int, Heartbeat], int]:
+    """What rank 0 reads, what it is told of the others, and of how many, once every worker has handed on what it heard."""
+    reports: dict[int, Report] = {}
+    for rank in reversed(range(len(of_all))):
+        below = {child: reports[child] for child in children(rank, len(of_all))}
+        others = {r: b for report in below.values() for r, b in report.others.items()}
+        seen = others | {child: report.own for child, report in below.items()}
+        heard = 1 + sum(report.heard for report in below.values())
+        reports[rank] = Report(own=of_all[rank], others=telling(seen), heard=heard)
+    direct = {rank: reports[rank].own for rank in (0, *children(0, len(of_all)))}
+    below = [reports[rank] for rank in children(0, len(of_all))]
+    return direct, {r: b for report in below for r, b in report.others.items()}, reports[0].heard
+
+
+def test_the_root_of_many_workers_judges_as_one_that_hears_them_all() -> None:
+    draw, size = random.Random(0), 300
+    members = [Member(rank=rank, host="h", pid=rank + 1, machine=f"m{rank}") for rank in range(size)]
+    step, evaluation = Calls().begun("step()"), Calls().begun("evaluate()")
+
+    def waits(age_s: float, calls: Calls = step) -> Heartbeat:
+        return replace(heartbeat(1, "wait", age_s=age_s, count=9), calls=calls)
+
+    odd = {
+        "hangs": heartbeat(1, age_s=30.0, state="0F3"),
+        "works": heartbeat(1, age_s=3.0),
+        "waits as all do": waits(21.0),
+        "is elsewhere": waits(1.0, evaluation),
+        "raised": replace(
+            heartbeat(1), calls=replace(step, inside=False, raised=1, error="step() raised"), call_age_s=9.0
+        ),
+        "left": replace(heartbeat(1, "left"), calls=Calls()),
+    }
+    for what, its in odd.items():
+        victim = draw.randrange(size)
+        of_all = [its if rank == victim else replace(waits(21.0), call_age_s=9.0) for rank in range(size)]
+        flat = FailureDetector(rank=0, members=members, limits=LIMITS, now=0.0)
+        flat.observe(1, dict(enumerate(of_all)))
+        tree = FailureDetector(rank=0, members=members, limits=LIMITS, now=0.0, watched=[0, *children(0, size)])
+        tree.observe(1, *at_root(of_all))
+        ours, expected = tree.failure(), flat.failure()
+        assert (ours is None) == (expected is None) == (what == "works"), what
+        assert what == "waits as all do" or (ours and ours.rank) == (expected and expected.rank), what

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -19,9 +20,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from heterodyne.errors import CheckpointError, NumericsError
-from heterodyne.job import Job, MetricsSection
+from heterodyne.job import CheckpointSection, Job, MetricsSection
 from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.runtime.checkpoint.export import WEIGHTS
+from heterodyne.runtime.checkpoint.tensor_files import write_tensors
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.data.text import GlobalBatch, TextData, open_text
 from heterodyne.runtime.records.metrics import StepRecord
@@ -246,6 +248,52 @@ def test_asked_to_stop_it_ends_the_step_writes_a_checkpoint_and_can_go_on(
     assert resumed.resume() == 5
     assert not resumed.train().interrupted
     assert losses(run) == losses(undisturbed[0])
+
+
+@pytest.mark.parametrize(
+    "rooms", [{3: False, 6: False, 8: True}, {3: False, 6: True, 8: True}, {3: True, 6: True, 8: False}]
+)
+def test_a_full_disk_costs_a_checkpoint_and_a_line_but_for_the_last_one(
+    rooms: dict[int, bool], tmp_path: Path, data: TextData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+
+    def write(directory: Path, *arguments: Any) -> Any:
+        if not rooms[int(directory.name.partition("-")[2].partition(".")[0])]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_tensors(directory, *arguments)
+
+    monkeypatch.setattr("heterodyne.runtime.checkpoint.checkpoints.write_tensors", write)
+    notes = Notes()
+    training = trainer(run, data, job=job(), notes=notes)
+    if rooms[8]:
+        assert training.train().steps == 8
+    else:
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            training.train()
+    assert checkpoints(run) == [step for step, room in rooms.items() if room]
+    lost = [step for step, room in rooms.items() if not room and step != 8]
+    told = [line for line in notes.said if "Training goes on" in line]
+    assert len(told) == len(lost)
+    assert all(
+        f"the checkpoint of step {step} cannot be written" in line for step, line in zip(lost, told, strict=True)
+    )
+
+
+def test_more_failed_checkpoints_in_a_row_than_may_be_end_the_run(
+    tmp_path: Path, data: TextData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("heterodyne.runtime.checkpoint.checkpoints.write_tensors", full)
+    (tmp_path / "run").mkdir()
+    worker = Worker()
+    few = job().model_copy(update={"checkpoint": CheckpointSection(every=2, max_failed=1)})
+    with pytest.raises(CheckpointError, match="of step 4"):
+        trainer(tmp_path / "run", data, job=few, worker=worker).train()
+    assert worker.steps == 4
 
 
 def test_a_finished_run_has_nothing_left_to_do(data: TextData, undisturbed: tuple[Path, Outcome]) -> None:

@@ -29,6 +29,7 @@ from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import TrainingSection
 from heterodyne.plan.plan import Plan
+from heterodyne.processes.signals import finished_first
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints, taken_from
 from heterodyne.runtime.checkpoint.export import export_model
 from heterodyne.runtime.checkpoint.random_state import restore_random_state
@@ -306,10 +307,12 @@ class Distributed:
             extra: what else shall be kept, the same on every rank: the state of a scheduler, the position in the data.
             keep: so many of the newest stay.
 
-        Raises CheckpointError on every rank if any of them cannot write, NumericsError if the last step was skipped or the state is not
+        A signal that asks to stop is obeyed when the checkpoint is whole. Raises CheckpointError on every rank if any of them cannot write,
+        NumericsError if the last step was skipped or the state is not
         finite: it would take the place of one that is.
         """
-        with self._calls.named("save_checkpoint()"), self.phase("writing a checkpoint"):
+        first = finished_first("the checkpoint", LONGEST_PHASE_S, self._session.say)
+        with first, self._calls.named("save_checkpoint()"), self.phase("writing a checkpoint"):
             self._skipped.require_none(self.steps_done)
             require_finite(self._session.agreement.gather_or_raise(self._worker.not_finite), self.steps_done)
             state = self._names.own_state(self._worker.own_state()) | ({"extra": dict(extra)} if extra else {})
@@ -364,11 +367,14 @@ class Distributed:
         """Bring the weights back into the model, finish the run directory, take the hooks off the model, and leave the session if it was
         opened by `distribute`. Every rank calls it, as any other method; a second call does nothing.
         """
+        self._close(self._weights_at_end)
+
+    def _close(self, weights_at_end: WeightsAtEnd) -> None:
         if self._closed:
             return
         with self._calls.named("close()"), self.phase("bringing the weights back"):
             self._records.finish(self.measured())
-            weights = gathered_weights(self._worker, self._session, self._weights_at_end)
+            weights = gathered_weights(self._worker, self._session, weights_at_end)
             self._leave()
             if weights:
                 fill_in(self._worker.module, weights)
@@ -385,6 +391,13 @@ class Distributed:
         elif not self._closed:  # the other ranks may not come to any collective any more
             self._leave()
             self._closing.__exit__(kind, error, trace)
+
+    def _leave_with_script(self, error: BaseException | None) -> None:
+        """Leave at the end of a script that has not closed the trainer; what it died of, None: nothing, and nobody reads its model now."""
+        if error is None:
+            self._close("none")
+        else:
+            self.__exit__(type(error), error, error.__traceback__)
 
     def _leave(self) -> None:
         self._closed = True

@@ -29,6 +29,7 @@ from heterodyne.api.optimizer_reach import reach_everywhere, reach_of_section
 from heterodyne.api.precision import resolved
 from heterodyne.api.preparation import prepare
 from heterodyne.api.rank_worker import make_worker
+from heterodyne.api.script_end import left_with_script
 from heterodyne.api.session import Session, open_session
 from heterodyne.api.settings import Settings
 from heterodyne.around_model import unchanged_around
@@ -210,6 +211,7 @@ def distribute(
         if resume:
             trainer.load_checkpoint()
         closing.push(stack.pop_all())
+        closing.enter_context(left_with_script(trainer._leave_with_script))
         return trainer
 
 

@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from heterodyne.api.script_end import left_with_script
 from heterodyne.cluster.file import load_cluster
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import ClusterError
 from heterodyne.measure.discover import discover_cluster
 from heterodyne.processes.heap import give_back_memory
+from heterodyne.processes.parent import end_with_launcher
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.exact.determinism import exact_arithmetic
@@ -113,7 +115,9 @@ def open_session(
         WorkerError: a rank came twice or never, or a peer died or hangs.
     """
     environment = WorkerEnvironment.read()
-    with ExitStack() as stack:
+    end_with_launcher()
+    rank = 0 if environment is None else environment.rank
+    with left_with_script(lambda error: _closed(stack, error), rank=rank), ExitStack() as stack:
         watchdog, key = None, b""
         if environment is not None and environment.world_size > 1:
             joined = stack.enter_context(init_distributed(environment, backend="gloo"))
@@ -127,7 +131,7 @@ def open_session(
             keep_freed_memory()
         communicator = stack.enter_context(
             Communicator(
-                rank=0 if environment is None else environment.rank,
+                rank=rank,
                 world_size=1 if environment is None else environment.world_size,
                 device=device,
                 key=key,
@@ -150,6 +154,10 @@ def open_session(
             agreement=Agreement.of_all(key=key),
             watchdog=watchdog,
         )
+
+
+def _closed(stack: ExitStack, error: BaseException | None) -> None:
+    stack.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
 
 def _own_device(local_rank: int) -> torch.device:

@@ -23,7 +23,7 @@ from heterodyne.api.memory_ends import (
 from heterodyne.api.preparation import prepare
 from heterodyne.api.printing import show, show_result
 from heterodyne.api.run_files import environment, write_plan_files
-from heterodyne.api.session import Session, open_session
+from heterodyne.api.session import LONGEST_PHASE_S, Session, open_session
 from heterodyne.api.settings import Prepared
 from heterodyne.cluster.profile import Profile
 from heterodyne.errors import CheckpointError, HeterodyneError
@@ -33,6 +33,7 @@ from heterodyne.json_files import read_json
 from heterodyne.plan.bind import bind
 from heterodyne.plan.diff import differences
 from heterodyne.plan.plan import Plan
+from heterodyne.processes.signals import orderly_stop
 from heterodyne.report.compare import compare
 from heterodyne.report.html import write_report
 from heterodyne.report.run import load_run
@@ -106,8 +107,6 @@ def train_job(
             else:
                 session.agreement.only_on_rank0(lambda: _write_job(run, job, base))
             outcome = _train(session, run, job, base, data, prepared, found, same_plan=kept is not None)
-            if session.rank == 0:
-                _summarise(run, graph, outcome)
             return _INTERRUPTED if outcome.interrupted else 0
 
 
@@ -268,13 +267,17 @@ def _train(
     if found is not None:
         with told_while_building(session, prepared):
             trainer.resume(found, same_plan=same_plan)
-    with rescued_if_memory_ends(session, trainer.rescue):
-        outcome = trainer.train()
-    trainer.export()
-    with session.phase("gathering the timeline"):
-        timeline = recorder.timeline(session.communicator, [device.id for device in session.cluster.devices])
-    if timeline is not None:
-        timeline.save(run.timeline("measured"))
+    with orderly_stop(session.say) as stop:
+        with rescued_if_memory_ends(session, trainer.rescue):
+            outcome = trainer.train()
+        stop.begin("what is left of the run: its weights and its report", LONGEST_PHASE_S)
+        trainer.export()
+        with session.phase("gathering the timeline"):
+            timeline = recorder.timeline(session.communicator, [device.id for device in session.cluster.devices])
+        if timeline is not None:
+            timeline.save(run.timeline("measured"))
+        if first:
+            _summarise(run, prepared.captured.graph, outcome)
     return outcome
 
 

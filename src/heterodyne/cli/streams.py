@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import IO, Any, cast
 
-__all__ = ["prepare_streams"]
+__all__ = ["lose_what_stdout_does_not_take", "prepare_streams"]
 
 
 def prepare_streams() -> None:
@@ -29,6 +29,11 @@ def prepare_streams() -> None:
         if reconfigure is not None:
             reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
     sys.stderr = cast(Any, _Unimportant(sys.stderr))
+
+
+def lose_what_stdout_does_not_take() -> None:
+    """From now on, for a command whose result is in files: a full disk or a pager that was closed does not end it."""
+    sys.stdout = cast(Any, _Unimportant(sys.stdout))
 
 
 class _Unimportant:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from heterodyne.cli.options import ClusterOption, JobArgument, PlanOption, SetOption, plan_at
+from heterodyne.cli.streams import lose_what_stdout_does_not_take
 from heterodyne.errors import HeterodyneError
 from heterodyne.job import Job
 
@@ -31,8 +32,9 @@ def command(
 
     Build, capture, measure, plan and train; on one machine a worker a device is started. A run that is out of memory goes on under
     another plan (training.on_out_of_memory). Ctrl-C ends the step and writes a
-    checkpoint; with --resume the run goes on from its newest one, bit for bit as if never stopped.
+    checkpoint (a second one ends at once); with --resume the run goes on from its newest one, bit for bit as if never stopped.
     """
+    lose_what_stdout_does_not_take()
     # Read before torch is loaded and workers are started, so that a mistake in a file is reported at once.
     if replan and (not resume or plan is not None):
         raise HeterodyneError(

@@ -23,6 +23,7 @@ from heterodyne.errors import WorkerError
 from heterodyne.processes.guardian import guarded, kill_marked
 from heterodyne.processes.logs import temporary_logs
 from heterodyne.processes.mark import marked_environment, new_mark
+from heterodyne.processes.parent import VARIABLE, LauncherEnd
 from heterodyne.processes.port import reserve_port
 from heterodyne.processes.signals import StopRequest, stop_requests
 from heterodyne.processes.status import GAVE_UP_ON_A_PEER, OUT_OF_MEMORY, STOPPED, TOLD, describe_exit, shell_status
@@ -30,7 +31,7 @@ from heterodyne.processes.status import GAVE_UP_ON_A_PEER, OUT_OF_MEMORY, STOPPE
 __all__ = ["WorkerSpec", "launch_workers", "to_standard_error"]
 
 _POLL_S = 0.05
-_CULPRIT_S = 1.0  # how long the failure of a worker that blames another may wait for that other one's own end
+_CULPRIT_S = 4.0  # how long the failure of a worker that blames another may wait for that other one's own end
 _TOLD_S = (
     10.0  # how long rank 0 may take to tell an error that others have told: it ends last, because it keeps the store
 )
@@ -70,10 +71,12 @@ class _Worker:
     spec: WorkerSpec
     process: subprocess.Popen[bytes]
     log: Path | None
+    line: LauncherEnd
 
     @property
     def returncode(self) -> int | None:
-        return self.process.poll()
+        code = self.process.poll()
+        return GAVE_UP_ON_A_PEER if code == 1 and self.line.blames_another else code
 
 
 def launch_workers(
@@ -88,9 +91,9 @@ def launch_workers(
 
     Rank 0 has the terminal; what rank N writes goes to ``logs/rank-N.log``. Each worker leads a session of its own. When
     one ends unsuccessfully, the others get SIGTERM and, `grace_s` later, SIGKILL, with everything that they started.
-    Ctrl-C and SIGTERM are passed on and waited for (`interrupt_grace_s`); a second Ctrl-C ends them at once. If the
-    launcher itself is killed, its workers die with it. Each worker computes with one thread unless OMP_NUM_THREADS says
-    otherwise.
+    Ctrl-C and SIGTERM are passed on and waited for (`interrupt_grace_s`, and as long as a worker says that it finishes something first); a
+    second one ends them at once. If the launcher itself is killed, its workers die with it. Each worker computes with one thread unless
+    OMP_NUM_THREADS says otherwise.
 
     Args:
         specs: one for each rank.
@@ -155,20 +158,24 @@ def _loopback() -> dict[str, str]:
 
 def _start(rank: int, spec: WorkerSpec, environment: Mapping[str, str], logs: Path) -> _Worker:
     log = None if rank == 0 else logs / f"rank-{rank}.log"
+    line = LauncherEnd()
     with ExitStack() as stack:
+        stack.enter_context(line.worker)
         output = None if log is None else stack.enter_context(log.open("wb"))
         try:
             process = subprocess.Popen(
                 spec.command,
-                env=environment,
+                env={**environment, VARIABLE: line.variable},
+                pass_fds=(line.worker.fileno(),),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=None if output is None else subprocess.STDOUT,
                 start_new_session=True,
             )
         except OSError as error:
+            line.close()
             raise WorkerError(f"rank {rank}: {spec.command[0]!r} cannot be started: {error.strerror}") from error
-    worker = _Worker(rank=rank, spec=spec, process=process, log=log)
+    worker = _Worker(rank=rank, spec=spec, process=process, log=log, line=line)
     if spec.on_start is not None:
         spec.on_start(process.pid)
     return worker
@@ -198,7 +205,7 @@ def _wait(
     status = culprit.returncode or 0
     remaining = [worker for worker in workers if worker.returncode is None]
     _signal(remaining, signal.SIGTERM)
-    _wait_for(remaining, grace_s, lambda: False)
+    _wait_for(remaining, grace_s, lambda: False, promised=False)
     # Its message is what the user should read, and rank 0 has shown it already, as its own or as that of a peer.
     told = status in (TOLD, OUT_OF_MEMORY) and (culprit.rank == 0 or workers[0].returncode == GAVE_UP_ON_A_PEER)
     if not told:
@@ -271,8 +278,8 @@ def _tail(log: Path) -> list[str]:
 def _pass_on(workers: Sequence[_Worker], stop: StopRequest, say: Callable[[str], None], *, grace_s: float) -> int:
     """Hand the signal to every worker, and wait for them to stop by themselves. Returns the exit status."""
     number = stop.number or signal.SIGTERM
-    again = "; press Ctrl-C again to end them at once" if number == signal.SIGINT else ""
-    say(f"heterodyne: {number.name}: the workers are asked to stop{again}.")
+    again = "press Ctrl-C again" if number == signal.SIGINT else f"send {number.name} again"
+    say(f"heterodyne: {number.name}: the workers are asked to stop; {again} to end them at once.")
     running = [worker for worker in workers if worker.returncode is None]
     _signal(running, number)
     if not _wait_for(running, grace_s, lambda: stop.count > 1):
@@ -289,11 +296,14 @@ def _signal(workers: Sequence[_Worker], number: signal.Signals) -> None:
                 os.killpg(worker.process.pid, signal.SIGCONT)  # a stopped process takes no other signal
 
 
-def _wait_for(workers: Sequence[_Worker], seconds: float, cut_short: Callable[[], bool]) -> bool:
-    """Whether all ended within the time."""
+def _wait_for(
+    workers: Sequence[_Worker], seconds: float, cut_short: Callable[[], bool], *, promised: bool = True
+) -> bool:
+    """Whether all ended within the time, or in that which they have ``promised``."""
     until = time.monotonic() + seconds
-    while any(worker.returncode is None for worker in workers):
-        if time.monotonic() > until or cut_short():
+    while running := [worker for worker in workers if worker.returncode is None]:
+        latest = max([until, *(worker.line.promised_until for worker in running if promised)])
+        if time.monotonic() > latest or cut_short():
             return False
         time.sleep(_POLL_S)
     return True
@@ -306,4 +316,5 @@ def _kill(workers: Sequence[_Worker], mark: str) -> None:
             with suppress(ProcessLookupError):
                 os.killpg(worker.process.pid, signal.SIGKILL)
             worker.process.wait()
+        worker.line.close()
     kill_marked(mark)

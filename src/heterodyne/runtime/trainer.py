@@ -26,7 +26,7 @@ from heterodyne.job import Job
 from heterodyne.json_files import read_json
 from heterodyne.plan.plan import Plan
 from heterodyne.processes.heap import give_back_memory
-from heterodyne.processes.signals import StopRequest, stop_requests
+from heterodyne.processes.signals import StopRequest, orderly_stop
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints, taken_from
 from heterodyne.runtime.checkpoint.export import export_model
 from heterodyne.runtime.checkpoint.random_state import random_state, restore_random_state, taken
@@ -44,10 +44,14 @@ from heterodyne.runtime.skipped import SkippedSteps, require_finite
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.weights.held_state import Held
 from heterodyne.text_files import write_text
+from heterodyne.units import format_seconds
 
 __all__ = ["Outcome", "StepResult", "Trainer", "TrainingWorker", "identity_of"]
 
 _DATA = "data"
+# How long what is under way may take once somebody has asked to stop
+_FIRST_STEP_S, _STEP_S, _STEP_FACTOR = 600.0, 60.0, 20.0
+_CHECKPOINT_S = 1800.0
 
 
 def identity_of(job: Job, data: DataSource) -> dict[str, Any]:
@@ -191,6 +195,8 @@ class Trainer:
             still=self._is_still,
         )
         self._saved: int | None = None
+        self._failed = 0  # checkpoints in a row
+        self._longest_s: float | None = None  # of a step
         self._skipped = SkippedSteps(job.training.max_skipped_steps, self._say_first)
         self._unproved: int | None = None  # a checkpoint whose weights have given no loss yet
         self._validation: Validation | None = None
@@ -246,12 +252,13 @@ class Trainer:
         forget_peak_memory(self._worker.device)
         sinks = self._open_sinks()
         try:
-            with stop_requests() as stop:
+            with orderly_stop(self._say_first) as stop:
                 interrupted = self._loop(stop, sinks)
-            if self._saved != self._done:
-                self._skipped.require_none(self._done)
-                self._save()
-            self._checkpoints.prune()
+                stop.begin("the last checkpoint", _CHECKPOINT_S)
+                if self._saved != self._done:
+                    self._skipped.require_none(self._done)
+                    self._save()
+                self._checkpoints.prune()
         except NumericsError as error:
             raise self._stopped(error) from error
         finally:
@@ -285,20 +292,41 @@ class Trainer:
         """Whether it was interrupted."""
         steps, every = self._job.training.steps, self._job.checkpoint.every
         while self._done < steps:
+            longest_s = self._longest_s
+            most_s = _FIRST_STEP_S if longest_s is None else max(_STEP_S, _STEP_FACTOR * longest_s)
+            takes = "" if longest_s is None else f" (the longest took {format_seconds(longest_s)})"
+            stop.begin(f"step {self._done + 1}{takes} with its checkpoint", most_s)
             # Asked before the step and answered after it: to ask and wait in one would make fast ranks wait for slow updates.
             stopping = self._ranks.ask(lambda: stop.number is not None)
             self._step(sinks)
             if stopping() and self._done < steps:
+                stop.agree()
                 asked = self._ranks.gather_or_raise(
                     lambda: None if stop.number is None else f"{stop.number.name} (pid {os.getpid()})"
                 )
                 self._say_first(f"{_got(asked)}stopping after step {self._done}, as asked")
                 return True
             if self._validation_is_due():
+                stop.begin("the validation", _CHECKPOINT_S)
                 self._validate(sinks)
             if every and self._done % every == 0 and not self._skipped.in_a_row:
-                self._save()
+                stop.begin(f"the checkpoint of step {self._done}", _CHECKPOINT_S)
+                self._save_or_go_on()
         return False
+
+    def _save_or_go_on(self) -> None:
+        """A disk that has no room now may have some at the next checkpoint."""
+        most = self._job.checkpoint.max_failed
+        try:
+            self._save()
+            self._failed = 0
+        except CheckpointError as error:
+            self._failed += 1
+            if self._failed > most:
+                raise
+            self._say_first(
+                f"warning: {error}. Training goes on: failed checkpoints in a row: {self._failed} (more than {most} end the run)"
+            )
 
     def _stopped(self, error: NumericsError) -> NumericsError:
         """The same error, which says what is left; a checkpoint of weights that have given no finite loss is not it."""
@@ -335,6 +363,7 @@ class Trainer:
             require_same(self._ranks.gather_or_raise(lambda: digest(batch)), self._done, given=False)
         result = self._worker.step(batch)
         step_s = time.perf_counter() - started
+        self._longest_s = max(step_s, self._longest_s or 0.0)
         self._done += 1
         self._generators = (self._done, taken())
         samples_per_s = self._data.batch_size / step_s

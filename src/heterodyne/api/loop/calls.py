@@ -7,10 +7,11 @@ by the runtime alone.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 from heterodyne.api.session import Session
 from heterodyne.errors import HeterodyneError
+from heterodyne.runtime.rendezvous.distributed import blamed
 from heterodyne.runtime.weights.unheld import UnheldWeights
 
 __all__ = ["Calls"]
@@ -44,8 +45,11 @@ class Calls:
             raise HeterodyneError(f"{words} is called inside of {self._block[0]}: call it after that block")
         self._inside = True
         try:
-            calling = nullcontext() if self._watchdog is None else self._watchdog.calling(words)
-            with self._unheld.lifted(), calling:
+            with ExitStack() as stack:
+                stack.enter_context(self._unheld.lifted())
+                if self._watchdog is not None:
+                    stack.enter_context(self._watchdog.calling(words))
+                    stack.enter_context(blamed(self._watchdog))
                 yield
         finally:
             self._inside = False

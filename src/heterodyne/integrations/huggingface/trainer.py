@@ -6,10 +6,8 @@ public methods that it documents for subclasses: the step, the optimizer, predic
 
 from __future__ import annotations
 
-import atexit
 import inspect
 import shutil
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -206,7 +204,6 @@ class HeterodyneTrainer(Trainer):
                 self._module.train()
                 self._end_of_others()
                 self._distributed = self._distribute(batch)
-                atexit.register(self._leave_with_the_script)
                 if self._has_smaller_batch():
                     labels = self.label_names
                     require_completable(self._distributed, self._module, batch, _size(batch), labels)
@@ -291,9 +288,6 @@ class HeterodyneTrainer(Trainer):
         except BaseException as error:
             self._leave(error)
             raise
-
-    def _leave_with_the_script(self) -> None:
-        self._leave(getattr(sys, "last_value", None))  # what the script has died of
 
     def _leave(self, error: BaseException | None) -> None:
         if self._distributed is not None and not self._ended:

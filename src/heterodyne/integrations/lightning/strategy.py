@@ -6,9 +6,7 @@ as a model, so any that torch.export can hold is cut, and any other is trained b
 
 from __future__ import annotations
 
-import atexit
 import math
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -88,7 +86,6 @@ class PlanStrategy(Strategy):
     def setup_environment(self) -> None:
         if self._session is None:
             self._session = self._closing.enter_context(open_session())
-            atexit.register(lambda: self._leave(getattr(sys, "last_value", None)))
         restore_random_state(self.broadcast(random_state()))  # samplers shall draw the same on every rank
         warnings.filterwarnings("ignore", ".*sync_dist=True.*")  # every rank logs the value of all samples already
 

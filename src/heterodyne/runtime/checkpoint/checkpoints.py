@@ -329,7 +329,7 @@ def taken_from(checkpoint: Checkpoint) -> Iterator[None]:
         ) from error
 
 
-_REMEDY = "the checkpoints before it are as they were: make room or make the directory writable, then resume"
+_REMEDY = "the checkpoints before it are as they were: make room or make the directory writable"
 
 
 def _entries(directory: Path) -> list[Path]:

@@ -6,19 +6,27 @@ counts for a few intervals at most, so a detector that was asleep does not take 
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import Any, Literal
 
 from heterodyne.runtime.liveness.members import Member
 
-__all__ = ["BETWEEN_STEPS", "Calls", "Failure", "FailureDetector", "Heartbeat", "WatchLimits"]
+__all__ = ["BETWEEN_STEPS", "LIFE", "Calls", "Failure", "FailureDetector", "Heartbeat", "Life", "WatchLimits"]
 
 BETWEEN_STEPS = "between steps"
 """The state in which a device does what the caller gives it, of which nothing is known here."""
 
 Kind = Literal["work", "wait", "phase", "left"]
+Life = Literal["unknown", "stopped", "alive"]
+"""What the machine says of a worker that is silent: nothing, that it is stopped, or that it runs, if only with little of the processor."""
+LIFE: dict[Life, str] = {
+    "unknown": "was killed or stopped, or its host or the network is gone",
+    "stopped": "is stopped (SIGSTOP, a debugger, or the job control of a shell)",
+    "alive": "runs, but its machine gives it next to no time",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +35,12 @@ class WatchLimits:
 
     Args:
         interval_s: between two signs of life.
-        silence_s: without a sign of life, while it works.
+        silence_s: without a sign of life, while it works. Longer where signs of life were late before, see `patience_s`.
         phase_silence_s: the same during an announced phase (set-up), where other threads may starve for long.
         stuck_s: without progress while others wait for it so long, though it gives signs of life.
         stuck_factor: as many times the longest action seen of that worker, if that is more than `stuck_s`.
         phase_s: the longest that a phase may take unless it says otherwise; also for the very first action.
+        raised_s: how long others may be in a call that raised an error on one rank, until that is taken for an error of that rank alone.
         call_s: how long a worker waits in a call that others have not come to before people are told.
         publish_s: how long a worker that gives up stays to let the others read why; rank 0 keeps the store.
         rescue_s: how long a worker that ends for a lack of memory waits for the others to write what they hold.
@@ -44,6 +53,7 @@ class WatchLimits:
     stuck_s: float = 20.0
     stuck_factor: float = 20.0
     phase_s: float = 600.0
+    raised_s: float = 4.0
     call_s: float = 15.0
     publish_s: float = 2.0
     rescue_s: float = 1800.0
@@ -58,24 +68,35 @@ class WatchLimits:
     def longest_silence_s(self) -> float:
         return max(self.silence_s, self.phase_silence_s)
 
+    def patience_s(self, silence_s: float, late_s: float, life: Life = "unknown") -> float:
+        """How long a silence is borne where signs of life came so late before: a starved worker is not a dead one."""
+        borne_s = silence_s + _LATE_FACTOR * late_s
+        return _ALIVE_FACTOR * borne_s if life == "alive" else borne_s
+
 
 @dataclass(frozen=True, slots=True)
 class Calls:
     """The calls that a worker makes and every other one makes too, in the same order: the latest, by number and name, and the one before.
 
-    ``inside``: it has not come back from the latest yet.
+    ``inside``: it has not come back from the latest yet. ``raised``: the latest that ended with an error, and which one.
     """
 
     number: int = 0
     latest: str = ""
     before: str = ""
     inside: bool = False
+    raised: int = 0
+    error: str = ""
 
     def begun(self, words: str) -> Calls:
-        return Calls(self.number + 1, words, self.latest, inside=True)
+        return replace(self, number=self.number + 1, latest=words, before=self.latest, inside=True)
 
-    def ended(self) -> Calls:
-        return Calls(self.number, self.latest, self.before)
+    def ended(self, error: BaseException | None = None) -> Calls:
+        after = replace(self, inside=False)
+        if error is None:
+            return after
+        first = (str(error).strip().splitlines() or [""])[0]
+        return replace(after, raised=self.number, error=f"{self.latest} raised {type(error).__name__}: {first[:200]}")
 
     def name_of(self, number: int) -> str:
         """ "" if it is not known."""
@@ -93,7 +114,8 @@ class Heartbeat:
         state: the action or the phase, for people.
         age_s: how long it has been in that state.
         limit_s: how long it may be.
-        calls, call_age_s: the calls that it makes together with the others, and how long it has been in the latest.
+        calls, call_age_s: the calls that it makes together with the others, and how long it has been in the latest, or out of it.
+        late_s: how late a thread of this worker was lately, that had nothing to do but to wake up.
     """
 
     number: int
@@ -104,14 +126,22 @@ class Heartbeat:
     limit_s: float
     calls: Calls = Calls()
     call_age_s: float = 0.0
+    late_s: float = 0.0
 
     @classmethod
-    def load(cls, text: str | bytes) -> Heartbeat:
-        fields = json.loads(text)
-        return cls(**{**fields, "calls": Calls(**fields["calls"])})
+    def of(cls, fields: Sequence[Any]) -> Heartbeat:
+        """The inverse of `fields`."""
+        calls, *own = fields
+        return cls(**dict(zip(_HEARTBEAT, own, strict=True)), calls=Calls(*calls))
 
-    def dump(self) -> str:
-        return json.dumps(asdict(self))
+    def fields(self) -> list[Any]:
+        """Its values without their names, as JSON, and seconds in few digits: they are sent each second."""
+        values = (getattr(self, name) for name in _HEARTBEAT)
+        own = [round(value, 2) if isinstance(value, float) else value for value in values]
+        return [list(astuple(self.calls)), *own]
+
+
+_HEARTBEAT = [field.name for field in dataclasses.fields(Heartbeat) if field.name != "calls"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,32 +164,67 @@ class Failure:
         return json.dumps(asdict(self))
 
 
-class FailureDetector:
-    """Keeps what was last heard of each worker and since when it is silent."""
+_LATE_FACTOR = 10.0
+_ALIVE_FACTOR = 8.0
 
-    def __init__(self, *, rank: int, members: Sequence[Member], limits: WatchLimits, now: float) -> None:
+
+class FailureDetector:
+    """Keeps what was last heard of each worker and since when it is silent.
+
+    Args:
+        life: what the machine says of a rank, if it can.
+        watched: the ranks whose silence is judged here; None: all.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        members: Sequence[Member],
+        limits: WatchLimits,
+        now: float,
+        life: Callable[[int], Life] = lambda _: "unknown",
+        watched: Collection[int] | None = None,
+    ) -> None:
+        self._life = life
         self._rank = rank
         self._members = members
         self._limits = limits
         self._now = now
         self._heartbeats: dict[int, Heartbeat] = {}
-        self._silence_s = dict.fromkeys(range(len(members)), 0.0)
+        self._watched = range(len(members)) if watched is None else watched
+        self._silence_s = dict.fromkeys(range(len(members)), 0.0)  # 0 for those who are not watched
+        self._heard = 0
 
-    def observe(self, now: float, heartbeats: Mapping[int, Heartbeat]) -> None:
-        """Take in the newest heartbeat of each worker (those of before may be repeated) at local time `now`."""
+    def observe(
+        self,
+        now: float,
+        heartbeats: Mapping[int, Heartbeat],
+        relayed: Mapping[int, Heartbeat] | None = None,
+        heard: int | None = None,
+    ) -> None:
+        """Take in the newest heartbeat of each worker that is watched (those of before may be repeated) at local time `now`.
+
+        Args:
+            relayed: some of the others, of which another worker told.
+            heard: how many workers there are of which anything is known; None: those given.
+        """
         passed = min(now - self._now, self._limits.longest_round_s)
         self._now = now
-        for member in self._members:
-            heartbeat, known = heartbeats.get(member.rank), self._heartbeats.get(member.rank)
+        kept = {rank: self._heartbeats[rank] for rank in self._watched if rank in self._heartbeats}
+        for rank in self._watched:
+            heartbeat, known = heartbeats.get(rank), kept.get(rank)
             if heartbeat is not None and (known is None or heartbeat.number != known.number):
-                self._heartbeats[member.rank] = heartbeat
-                self._silence_s[member.rank] = 0.0
+                kept[rank] = heartbeat
+                self._silence_s[rank] = 0.0
             else:
-                self._silence_s[member.rank] += passed
+                self._silence_s[rank] += passed
+        self._heartbeats = {**(relayed or {}), **kept}
+        self._heard = len(self._heartbeats) if heard is None else heard
 
     def failure(self) -> Failure | None:
         """The first fault found: silence, calls that differ, hanging, deadlock; None if all is well."""
-        return self._silent() or self._parted() or self._stuck() or self._deadlocked()
+        return self._raised() or self._silent() or self._parted() or self._stuck() or self._deadlocked()
 
     def waits_alone(self) -> str:
         """In words, if this worker is in a call that others have not come to for long; they may still do so. "" if not."""
@@ -187,17 +252,43 @@ class FailureDetector:
         return self._blame(rank, f"died{self._last_seen(rank)}")
 
     def _silent(self) -> Failure | None:
-        for rank, silence_s in self._silence_s.items():
-            heartbeat = self._heartbeats.get(rank)
+        own = self._heartbeats.get(self._rank)
+        for rank in self._watched:
+            heartbeat, silence_s = self._heartbeats.get(rank), self._silence_s[rank]
             if rank == self._rank or (heartbeat is not None and heartbeat.kind == "left"):
                 continue
             early = heartbeat is None or heartbeat.kind == "phase"
-            if silence_s > (self._limits.phase_silence_s if early else self._limits.silence_s):
-                return self._blame(
-                    rank,
-                    f"has given no sign of life for {silence_s:.0f} s: it was killed or stopped, or its host or the "
-                    f"network is gone{self._last_seen(rank)}",
-                )
+            limit_s = self._limits.phase_silence_s if early else self._limits.silence_s
+            late_s = max((b.late_s for b in (own, heartbeat) if b is not None), default=0.0)
+            if silence_s > self._limits.patience_s(limit_s, late_s):
+                life = self._life(rank)
+                if silence_s > self._limits.patience_s(limit_s, late_s, life):
+                    return self._blame(
+                        rank, f"has given no sign of life for {silence_s:.0f} s: it {LIFE[life]}{self._last_seen(rank)}"
+                    )
+        return None
+
+    def _raised(self) -> Failure | None:
+        """A worker whose script caught the error of a call, which it has not had in common with the others, and went on."""
+        for rank, heartbeat in self._heartbeats.items():
+            own = heartbeat.calls
+            since_s = heartbeat.call_age_s + self._silence_s[rank]
+            if not own.raised or heartbeat.kind == "left":
+                continue
+            for other, of_other in self._heartbeats.items():
+                calls = of_other.calls
+                if other == rank or calls.raised >= own.raised or of_other.kind == "left":
+                    continue
+                went_on = calls.number > own.raised or (calls.number == own.raised and not calls.inside)
+                age_s = min(since_s, of_other.call_age_s + self._silence_s[other])
+                computes = of_other.kind == "work" and of_other.state != BETWEEN_STEPS  # and may come to that error yet
+                limit_s = self._limits.stuck_s if computes else self._limits.raised_s
+                if went_on or (calls.number == own.raised and calls.inside and age_s > limit_s):
+                    return self._blame(
+                        rank,
+                        f"has had an error that the others have not: {own.error}; its script caught that and went on. What one rank alone "
+                        "does cannot be undone on the others: let the error end the script, or raise it on every rank",
+                    )
         return None
 
     def _parted(self) -> Failure | None:
@@ -235,6 +326,8 @@ class FailureDetector:
         between two steps may take long, as long as it takes all workers alike."""
         waits_s = {rank: b.age_s + self._silence_s[rank] for rank, b in self._heartbeats.items() if b.kind == "wait"}
         for rank, heartbeat in self._heartbeats.items():
+            if self._silence_s[rank] > self._limits.longest_round_s:
+                continue  # which is what is wrong with it
             age_s = heartbeat.age_s + self._silence_s[rank]
             waited_s = max((s for other, s in waits_s.items() if other != rank), default=0.0)
             enough_s = min(heartbeat.limit_s, self._limits.stuck_s)
@@ -255,7 +348,7 @@ class FailureDetector:
     def _deadlocked(self) -> Failure | None:
         """All who are still there wait, longer than they may."""
         present = {rank: heartbeat for rank, heartbeat in self._heartbeats.items() if heartbeat.kind != "left"}
-        if len(self._heartbeats) < len(self._members) or not present:
+        if self._heard < len(self._members) or not present:
             return None
         if not all(b.kind == "wait" and b.age_s + self._silence_s[r] > b.limit_s for r, b in present.items()):
             return None

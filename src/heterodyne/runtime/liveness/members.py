@@ -54,6 +54,14 @@ class Member:
             return "unknown"
         return None if status in {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD} else status
 
+    def processor_s(self) -> float:
+        """Seconds of processor that the process has had; the same condition holds."""
+        try:
+            times = psutil.Process(self.pid).cpu_times()
+            return float(times.user + times.system)
+        except (psutil.Error, OSError):
+            return 0.0
+
 
 def _machine() -> str:
     """Containers can share a host name and yet not see each other's processes, so the name alone does not do."""

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -20,23 +21,32 @@ from typing import NoReturn, Self
 
 from heterodyne.errors import HeterodyneError, OutOfMemoryError, WorkerError
 from heterodyne.processes import GAVE_UP_ON_A_PEER
+from heterodyne.processes.parent import blame_another
 from heterodyne.runtime.liveness.device_queue import DeviceQueue, Held
 from heterodyne.runtime.liveness.failure_detector import (
     BETWEEN_STEPS,
+    LIFE,
     Calls,
     Failure,
     FailureDetector,
     Heartbeat,
     Kind,
+    Life,
     WatchLimits,
 )
 from heterodyne.runtime.liveness.members import Member
 from heterodyne.runtime.liveness.signing import SignedStore
+from heterodyne.runtime.liveness.tree import Report, children, neighbours, telling
 
 __all__ = ["Watchdog", "end_process"]
 
 _FAILURE = "failure"
+_LEFT = "left"
 _INTERRUPTED = 130
+_FORGET = 0.98  # of what was late, in each round
+_STOPPED = frozenset({"stopped", "tracing-stop"})
+_ABOUT_TO_RUN = frozenset({"running", "disk-sleep"})
+_ASLEEP = "it was stopped, or the machine was overloaded, and the others have given it up meanwhile"
 
 
 def end_process(status: int, before: Callable[[], None] | None = None) -> NoReturn:
@@ -91,13 +101,26 @@ class Watchdog:
         self._rescue: Callable[[], None] | None = None
         self._phases = 0  # that have begun and not ended
         self._calls = Calls()
+        self._trace = ""  # of the error of a call, which the script may catch
         self._called_s = time.monotonic()
         self._asked_after = 0  # the number of the call of which people were told that others have not come to it
         self._count = 0
         self._longest_s = {"work": 0.0, "wait": 0.0}
 
-        self._heartbeats: dict[int, Heartbeat] = {}
+        self._neighbours = neighbours(rank, len(self._members))
+        self._doubted: set[int] = set()  # whose signs of life are looked for, though others read them
+        self._heartbeats: dict[int, Heartbeat] = {}  # of these, and the own
+        self._subtree: dict[int, Heartbeat] = {}  # some of the others below
+        self._relayed: dict[int, Heartbeat] = {}  # the same, and of the parent's
+        self._heard = 1
+        self._left_first: int | None = None
         self._rounds = 0
+        self._lateness = {"pulse": 0.0, "detector": 0.0}  # of late, what the machine has made of these threads
+        self._looked_s = time.monotonic()  # when the detector was last given time
+        self._asleep_s = 0.0  # the longest that this process has got no time at all, of late
+        self._seen_to_run: dict[
+            int, tuple[float, float]
+        ] = {}  # of silent workers of this machine: seconds of processor, and when
         self._left = threading.Event()
         self._failure: Failure | None = None
         self._published = threading.Event()
@@ -171,8 +194,13 @@ class Watchdog:
         self._news.set()
         try:
             yield
-        finally:
-            self._calls = self._calls.ended()
+        except BaseException as error:
+            self._called_s = time.monotonic()
+            self._calls = self._calls.ended(error)
+            self._trace = traceback.format_exc()
+            raise
+        self._called_s = time.monotonic()
+        self._calls = self._calls.ended()
 
     def tell(self, error: BaseException) -> None:
         """The main thread ends by an error: the others are told, as when the block is left. After a lack of memory this returns when all
@@ -195,14 +223,16 @@ class Watchdog:
         rounds = self._rounds
         until = time.monotonic() + self._limits.longest_silence_s + 5 * self._limits.interval_s
         while not self._decided.wait(self._limits.interval_s) and time.monotonic() < until:
-            left = [member for member in self._members if self._has_left(member.rank)]
-            if left and self._rounds > rounds + 1:  # nobody has said anything worse since
-                self._decide(self._blame(left[0], "left while others still need it"))
+            left = self._left_first
+            if left is not None and self._rounds > rounds + 1:  # nobody has said anything worse since
+                self._decide(self._blame(self._members[left], "left while others still need it"))
         if self._decided.is_set():
             self._published.wait(self._limits.publish_s)  # another worker may have judged first
         failure = self._failure
         if failure is None:
             return None
+        if failure.rank != self._rank:
+            blame_another()
         kind = OutOfMemoryError if failure.out_of_memory else WorkerError
         return kind(failure.text, rank=failure.rank, host=failure.host)
 
@@ -228,35 +258,53 @@ class Watchdog:
     def _run_pulse(self) -> None:
         try:
             while True:
+                began = time.monotonic()
                 self._round()
+                self._note_late("pulse", time.monotonic() - began)
                 if self._left.is_set() or self._published.is_set():
                     break
                 self._news.wait(self._limits.interval_s)
                 self._news.clear()
             if self._failure is None:
-                self._pulse_store.set(f"heartbeat/{self._rank}", self._heartbeat(left=True).dump())
+                self._pulse_store.set(_LEFT, str(self._rank))
+                self._pulse_store.set(f"heartbeat/{self._rank}", self._report(self._heartbeat(left=True)).dump())
         except (RuntimeError, ValueError) as error:  # what torch raises for a connection that is gone
             if not self._left.is_set():
                 self._decide(self._store_is_gone(f"cannot be reached any more ({str(error).splitlines()[0][:120]})"))
             self._published.set()  # as far as that goes without a store
 
     def _round(self) -> None:
-        store = self._pulse_store
-        store.set(f"heartbeat/{self._rank}", self._heartbeat().dump())
+        store, own = self._pulse_store, self._heartbeat()
+        store.set(f"heartbeat/{self._rank}", self._report(own).dump())
         if self._failure is not None:  # the first failure of all workers counts, so that all say the same
             self._failure = Failure.load(store.set_first(_FAILURE, self._failure.dump()))
             self._published.set()
         elif (text := store.get(_FAILURE)) is not None:
             self._decide(Failure.load(text))
             self._published.set()
-        heartbeats = store.get_all([f"heartbeat/{rank}" for rank in range(len(self._members))])
-        self._heartbeats |= {
-            rank: Heartbeat.load(heartbeat) for rank, heartbeat in enumerate(heartbeats) if heartbeat is not None
-        }
+        asked = [*self._neighbours, *sorted(self._doubted)]
+        told = store.get_all([f"heartbeat/{rank}" for rank in asked])
+        reports = {rank: Report.load(text) for rank, text in zip(asked, told, strict=True) if text is not None}
+        if self._asked.is_set() and self._left_first is None and (rank := store.get(_LEFT)) is not None:
+            self._left_first = int(rank)
+        below = [reports[rank] for rank in children(self._rank, len(self._members)) if rank in reports]
+        self._subtree = {rank: heartbeat for report in below for rank, heartbeat in report.others.items()}
+        self._heard = 1 + sum(report.heard for report in below)
+        self._relayed = {rank: b for report in reports.values() for rank, b in report.others.items()} | self._subtree
+        self._relayed.pop(self._rank, None)
+        self._heartbeats |= {rank: report.own for rank, report in reports.items()} | {self._rank: own}
         self._rounds += 1
 
+    def _report(self, own: Heartbeat) -> Report:
+        below = {
+            rank: b
+            for rank in children(self._rank, len(self._members))
+            if (b := self._heartbeats.get(rank)) is not None
+        }
+        return Report(own=own, others=telling(self._subtree | below), heard=self._heard)
+
     def _heartbeat(self, *, left: bool = False) -> Heartbeat:
-        now = time.monotonic()
+        now, late_s = time.monotonic(), max(self._lateness.values())
         kind, state, since, limit_s = self._doing
         age_s, count = now - since, self._count
         held = self._held_by_device(kind, state, age_s, now)
@@ -269,9 +317,10 @@ class Watchdog:
             kind="left" if left else kind,
             state=state,
             age_s=age_s,
-            limit_s=limit_s,
+            limit_s=self._limits.patience_s(limit_s, late_s),
             calls=self._calls,
-            call_age_s=now - self._called_s if self._calls.inside else 0.0,
+            call_age_s=now - self._called_s,
+            late_s=late_s,
         )
 
     def _held_by_device(self, kind: Kind, state: str, age_s: float, now: float) -> Held | None:
@@ -282,15 +331,25 @@ class Watchdog:
     # The detector
 
     def _run_detector(self) -> None:
-        detector = FailureDetector(rank=self._rank, members=self._members, limits=self._limits, now=time.monotonic())
+        limits = self._limits
+        detector = FailureDetector(
+            rank=self._rank,
+            members=self._members,
+            limits=limits,
+            now=time.monotonic(),
+            life=self._life,
+            watched=[self._rank, *self._neighbours],
+        )
         rounds, stalled_s, last = -1, 0.0, time.monotonic()
-        while not self._left.wait(self._limits.interval_s / 2):
+        while not self._left.wait(limits.interval_s / 2):
             now = time.monotonic()
+            self._note_late("detector", now - last - limits.interval_s / 2)
+            self._looked_s = now
             stalled_s = 0.0 if self._rounds != rounds else stalled_s + min(now - last, self._limits.longest_round_s)
             rounds, last = self._rounds, now
             if stalled_s == 0:
-                detector.observe(now, self._heartbeats)
-            if stalled_s > self._limits.silence_s:
+                detector.observe(now, self._heartbeats, self._relayed, self._heard)
+            if self._is_silent(stalled_s):
                 self._decide(self._store_is_gone(f"has not answered for {stalled_s:.0f} s"))
             elif (failure := self._gone(detector) or detector.failure()) is not None:
                 self._decide(failure)
@@ -301,6 +360,40 @@ class Watchdog:
                 self._give_up(self._failure)
                 return
 
+    def _note_late(self, thread: str, late_s: float) -> None:
+        self._lateness[thread] = max(late_s, self._lateness[thread] * _FORGET)
+        if thread == "detector":
+            self._asleep_s = max(late_s, self._asleep_s * _FORGET)
+
+    def _after_sleep(self) -> Failure | None:
+        """What is wrong where this worker was given no time for so long that the others have ended without it."""
+        asleep_s = max(self._asleep_s, time.monotonic() - self._looked_s - self._limits.interval_s / 2)
+        if asleep_s < self._limits.silence_s / 2:
+            return None
+        return self._blame(self._members[self._rank], f"had no time of its machine for {asleep_s:.0f} s: {_ASLEEP}")
+
+    def _is_silent(self, stalled_s: float) -> bool:
+        """Whether the store does not answer, for longer than the slowest of the workers that it serves is given."""
+        limits, late_s = self._limits, max(self._lateness.values())
+        if stalled_s <= limits.patience_s(limits.longest_silence_s, late_s):
+            return False
+        life = "unknown" if self._store_keeper is None else self._life(self._store_keeper)
+        return stalled_s > limits.patience_s(limits.longest_silence_s, late_s, life)
+
+    def _life(self, rank: int) -> Life:
+        """Of a worker on this machine the operating system knows whether it is stopped, or gets some time now and then."""
+        member = self._members[rank]
+        if member.machine != self._members[self._rank].machine:
+            return "unknown"
+        status, ran_s, now = member.process_status(), member.processor_s(), time.monotonic()
+        if status in _STOPPED:
+            return "stopped"
+        before_s, when = self._seen_to_run.get(rank, (-1.0, now))
+        if ran_s > before_s or status in _ABOUT_TO_RUN:
+            when = now
+        self._seen_to_run[rank] = ran_s, when
+        return "alive" if status is not None and now - when < self._limits.silence_s else "unknown"
+
     def _gone(self, detector: FailureDetector) -> Failure | None:
         """Of the workers on this machine the operating system knows at once."""
         mine = self._members[self._rank].machine
@@ -308,11 +401,12 @@ class Watchdog:
             if member.machine != mine or member.rank == self._rank or self._has_left(member.rank):
                 continue
             if member.process_status() is None and not self._said_farewell(member.rank):
-                return detector.gone(member.rank)
+                return self._after_sleep() or detector.gone(member.rank)
         return None
 
     def _said_farewell(self, rank: int) -> bool:
         """A worker that is gone may have left in peace, or said why it failed, since the last round: look again."""
+        self._doubted = self._doubted | {rank}
         before = self._rounds
         until = time.monotonic() + self._limits.longest_round_s
         while self._rounds < before + 2 and time.monotonic() < until and self._failure is None:
@@ -333,10 +427,12 @@ class Watchdog:
         if self._left.wait(self._limits.publish_s) or (self._asked.is_set() and self._left.wait(self._limits.handle_s)):
             return
         me = self._members[self._rank]
-        os.write(2, f"heterodyne: rank {me.rank} on {me.host} stops: {failure.text}\n".encode())
+        own = self._trace if failure.rank == self._rank else ""
+        os.write(2, f"{own}heterodyne: rank {me.rank} on {me.host} stops: {failure.text}\n".encode())
         if failure.rank == self._rank:
             with suppress(OSError, ValueError):  # standard error may be closed or not a file
-                faulthandler.dump_traceback(all_threads=True)
+                if not own:
+                    faulthandler.dump_traceback(all_threads=True)
             end_process(1, self._before_exit)
         end_process(_INTERRUPTED if failure.interrupted else GAVE_UP_ON_A_PEER, self._before_exit)
 
@@ -379,10 +475,13 @@ class Watchdog:
         return self._blame(me, f"failed: {type(error).__name__}: {first}")
 
     def _store_is_gone(self, how: str) -> Failure:
+        if (asleep := self._after_sleep()) is not None:
+            return asleep
         if self._store_keeper is None:
             return Failure(rank=None, host=None, text=f"the launcher keeps the store, and {how}")
         keeper = self._members[self._store_keeper]
-        return self._blame(keeper, f"keeps the store, and {how}")
+        life = self._life(self._store_keeper)
+        return self._blame(keeper, f"keeps the store, and {how}" + ("" if life == "unknown" else f"; it {LIFE[life]}"))
 
     def _blame(self, member: Member, happened: str) -> Failure:
         return Failure(rank=member.rank, host=member.host, text=f"{member} {happened}")

@@ -24,10 +24,11 @@ from heterodyne.runtime.rendezvous.file_handles import TOO_MANY_OPEN, require_fi
 from heterodyne.runtime.rendezvous.join import meet
 from heterodyne.runtime.rendezvous.store import RunStore, open_store
 
-__all__ = ["Session", "init_distributed"]
+__all__ = ["Session", "blamed", "init_distributed"]
 
 _COLLECTIVE_TIMEOUT = timedelta(hours=24)  # the watchdog is the one who gives up, and knows on whom
 _DESTROY_S = 5.0
+_STORE_S = 3600.0  # of one request: the detector is the one who gives up, and knows how busy the machine is
 _FAREWELL_S = 30.0
 _NETWORK_WORDS = ("gloo", "nccl", "connection", "socket", "timed out", "timeout", "broken pipe", "c10d")
 
@@ -77,7 +78,7 @@ def init_distributed(
     limits = limits or WatchLimits()
     with open_store(environment, timeout_s=timeout_s) as run_store:
         store = run_store.store
-        signed = run_store.signed(timeout_s=limits.silence_s)
+        signed = run_store.signed(timeout_s=_STORE_S)
         members = meet(signed, environment, timeout_s=timeout_s, linger_s=limits.publish_s)
         with Watchdog(
             signed,
@@ -107,15 +108,25 @@ def init_distributed(
                         f"rank {environment.rank} cannot open another connection: {TOO_MANY_OPEN}",
                         rank=environment.rank,
                     ) from error
-                if _is_of_the_network(error) and (culprit := watchdog.blame()) is not None:
-                    raise culprit from error
-                raise
+                with blamed(watchdog):
+                    raise
             except BaseException:
                 _destroy_in_bounded_time()
                 raise
         dist.destroy_process_group()
         if environment.world_size > 1:
             _farewell(run_store, environment, members)
+
+
+@contextmanager
+def blamed(watchdog: Watchdog) -> Iterator[None]:
+    """An error of the network that leaves the block becomes a WorkerError about the worker that is the cause of it."""
+    try:
+        yield
+    except (RuntimeError, WorkerError) as error:
+        if _is_of_the_network(error) and (culprit := watchdog.blame()) is not None:
+            raise culprit from error
+        raise
 
 
 def _is_of_the_network(error: RuntimeError | WorkerError) -> bool:

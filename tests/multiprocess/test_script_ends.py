@@ -1,0 +1,110 @@
+"""A script ends on every rank, with its own traceback, whatever it forgets: the ``with``, its errors, or the other ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PATIENCE_S = 240.0  # a test that hangs, not one that is slow
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from heterodyne.processes import WorkerSpec, launch_workers
+spec = WorkerSpec(command=(sys.executable, "-c", sys.argv[2]))
+sys.exit(launch_workers([spec] * 2, logs=Path(sys.argv[1])))
+"""
+
+BEGINNING = """
+import os
+import torch
+import heterodyne as hd
+rank = int(os.environ["RANK"])
+torch.manual_seed(0)
+batch = torch.randn(4, 8), torch.randint(0, 4, (4,))
+def metric(outputs, batch):
+    if rank == 1:
+        raise RuntimeError("an error of rank 1")
+    return 0.0, 1
+def distribute():
+    loss = torch.nn.functional.cross_entropy
+    options = dict(plan="equal", measure_s=0.1, rehearsal_s=0.0, check_s=0.0)
+    return hd.distribute(torch.nn.Linear(8, 4), batch, loss=loss, **options)
+"""
+
+SCRIPTS = {
+    "forgets": """
+trainer = distribute()
+trainer.step(batch)
+print("the end")
+""",
+    "raises": """
+trainer = distribute()
+if rank == 1:
+    raise ValueError("what the script says")
+trainer.step(batch)
+""",
+    "catches": """
+with distribute() as trainer:
+    try:
+        trainer.validate([batch], {"metric": metric})
+    except RuntimeError:
+        pass
+print("the end")
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[int, str, str]]]:
+    """Of each script the status, what rank 0 and the launcher say, and the log of rank 1; all at the same time: much of it is waiting."""
+    logs = {name: tmp_path_factory.mktemp(name) for name in SCRIPTS}
+    started = {
+        name: subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, str(logs[name]), BEGINNING + script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for name, script in SCRIPTS.items()
+    }
+    try:
+        said = {name: process.communicate(timeout=PATIENCE_S)[0] for name, process in started.items()}
+        yield {
+            name: (process.returncode, said[name], (Path(logs[name]) / "rank-1.log").read_text())
+            for name, process in started.items()
+        }
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait()
+
+
+def test_a_script_without_with_ends_in_peace(ended: dict[str, tuple[int, str, str]]) -> None:
+    status, said, log = ended["forgets"]
+    assert status == 0, said
+    assert "the end" in said
+    assert "Traceback" not in said + log
+
+
+def test_a_script_that_raises_without_with_ends_on_all_ranks_and_its_own_words_come_first(
+    ended: dict[str, tuple[int, str, str]],
+) -> None:
+    status, said, log = ended["raises"]
+    assert status == 1
+    assert log.splitlines()[-1].endswith("ValueError: what the script says")
+    assert "failed: ValueError: what the script says" in said, "rank 0 says why it ends"
+    assert "heterodyne: rank 1 on" in said, "and the launcher blames who raised"
+    assert "heterodyne: rank 0 on" not in said
+
+
+def test_an_error_that_one_rank_alone_catches_ends_all(ended: dict[str, tuple[int, str, str]]) -> None:
+    status, said, log = ended["catches"]
+    assert status == 1
+    assert "the end" not in said + log
+    assert "RuntimeError: an error of rank 1" in log.partition("heterodyne: rank 1")[0], "the traceback comes first"
+    assert "has had an error that the others have not: validate() raised RuntimeError: an error of rank 1" in said
