@@ -36,7 +36,7 @@ class _Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except yaml.YAMLError:
             raise
-        except (ValueError, KeyError, AttributeError, TypeError, OverflowError) as error:
+        except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
             shown = str(node.value) if len(str(node.value)) <= _SHOWN else f"{str(node.value)[:_SHOWN]}..."
             raise YamlFaultError(f"{shown!r} is no {node.tag.rpartition(':')[2]}", node.start_mark.line + 1) from error
 

@@ -22,6 +22,7 @@ from heterodyne.report.tables import device_rows
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.result import AlternativeRow, PlanningResult
 from heterodyne.terminal import console_on
+from heterodyne.printable import printable
 from heterodyne.timeline import Timeline
 
 __all__ = ["candidate_lines", "result_json", "show", "show_result", "show_step", "terminal_width"]
@@ -128,7 +129,7 @@ def show_result(
         show(candidate_rows(_candidates(rows), seq=seq, title=title))
     if result.families:
         show(candidate_rows(_candidates(result.families), title="The best of each kind of plan"))
-    sys.stdout.write("\n".join(result.words) + "\n\n")
+    sys.stdout.write(printable("\n".join(result.words)) + "\n\n")
     sys.stdout.flush()
 
 

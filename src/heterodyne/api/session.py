@@ -17,6 +17,7 @@ from heterodyne.cluster.file import load_cluster
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import ClusterError
 from heterodyne.measure.discover import discover_cluster
+from heterodyne.printable import printable
 from heterodyne.processes.heap import give_back_memory
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.comm.communicator import Communicator
@@ -64,7 +65,7 @@ class Session:
     def say(self, text: str) -> None:
         """A line for people, from rank 0."""
         if self.rank == 0:
-            sys.stderr.write(f"{text}\n")
+            sys.stderr.write(f"{printable(text)}\n")
             sys.stderr.flush()
 
     @contextmanager

@@ -28,6 +28,7 @@ from heterodyne.api.settings import Prepared
 from heterodyne.cluster.profile import Profile
 from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.printable import printable
 from heterodyne.job import Job
 from heterodyne.json_files import read_json
 from heterodyne.plan.bind import bind
@@ -283,4 +284,4 @@ def _summarise(run: RunDirectory, graph: ModelGraph, outcome: Outcome) -> None:
     loaded = load_run(run.path)
     comparison = compare(loaded)
     show(summary_rows(loaded, comparison), prediction_rows(comparison))
-    sys.stdout.write(f"report: {page}\n")
+    sys.stdout.write(f"report: {printable(str(page))}\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +12,7 @@ from heterodyne.cluster.fleet_file import load_fleet
 from heterodyne.cluster.profile import Profile
 from heterodyne.errors import HeterodyneError
 from heterodyne.job import Job
+from heterodyne.processes import to_standard_error
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 
 __all__ = ["command"]
@@ -135,7 +135,7 @@ def command(
 
         assert cluster is not None
         return plan_on_paper(
-            wanted, wanted.base(job), cluster_file=cluster, out=out, wishes=wishes, say=partial(typer.echo, err=True)
+            wanted, wanted.base(job), cluster_file=cluster, out=out, wishes=wishes, say=to_standard_error
         )
     from heterodyne.api import on_every_device
 

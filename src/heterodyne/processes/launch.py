@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from heterodyne.errors import WorkerError
+from heterodyne.printable import printable
 from heterodyne.processes.guardian import guarded, kill_marked
 from heterodyne.processes.logs import temporary_logs
 from heterodyne.processes.mark import marked_environment, new_mark
@@ -39,7 +40,7 @@ _TAIL_BYTES = 16_384
 
 
 def to_standard_error(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
+    sys.stderr.write(f"{printable(line)}\n")
     sys.stderr.flush()
 
 

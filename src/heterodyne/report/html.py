@@ -40,7 +40,7 @@ def write_report(run_dir: Path, out: Path | None = None, *, reference_metrics: P
     """
     run = load_run(run_dir)
     page = run_dir if out is None else out
-    if page.is_dir() or page.suffix == "":
+    if page.is_dir() or (page.suffix == "" and not page.exists()):
         page = page / "report.html"
     text = render(run, reference_metrics=reference_metrics)
     page.parent.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,7 @@ import torch
 
 from heterodyne.errors import CheckpointError
 from heterodyne.job import decisive
+from heterodyne.text_files import read_text
 from heterodyne.json_files import read_json
 from heterodyne.runtime.checkpoint.manifest import FileRecord, Manifest, differences, record, write_json
 from heterodyne.runtime.checkpoint.random_state import random_state
@@ -65,7 +66,7 @@ class Checkpoint:
     @property
     def plan(self) -> str:
         """The text of the plan that it was written under."""
-        return (self.path / PLAN).read_text(encoding="utf-8")
+        return read_text(self.path / PLAN)
 
     def require(self, identity: Mapping[str, Any]) -> None:
         """Raises CheckpointError, with the fields that differ, if it is of a run of another identity."""

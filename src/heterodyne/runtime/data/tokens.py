@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from heterodyne.errors import DataError
 from heterodyne.runtime.data.corpus import Source, fingerprint
-from heterodyne.text_files import replacing
+from heterodyne.text_files import open_regular, replacing
 
 __all__ = ["VOCABULARY", "TokenFile", "let_go_of_pages", "open_cached", "open_tokens", "read_tokens"]
 
@@ -101,7 +101,7 @@ def open_cached(
 def read_tokens(path: Path, source_hash: str | None = None) -> TokenFile:
     """Open a token file and check all of it against its header. Raises DataError for any disagreement."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             header = _read_header(file, path)
             tokens_hash = _hash(file)
     except OSError as error:
@@ -171,7 +171,7 @@ def _finish(file: BinaryIO, source_hash: str, dtype: str) -> None:
 
 def _copy(source: Path, into: BinaryIO) -> None:
     try:
-        file = source.open("rb")
+        file = open_regular(source)
     except OSError as error:
         raise DataError(
             f"data.text: {source} cannot be read ({error.strerror}); grant access or leave it out"

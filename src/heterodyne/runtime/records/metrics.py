@@ -27,6 +27,7 @@ from typing import Any
 
 from heterodyne.errors import HeterodyneError
 from heterodyne.processes import to_standard_error
+from heterodyne.text_files import open_regular
 
 __all__ = ["MetricsFile", "StepRecord", "Validation", "tracked"]
 
@@ -126,7 +127,7 @@ def _length_until(path: Path, done: int) -> int:
     if not path.exists():
         return 0
     length = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for line in file:
             if not line.endswith(b"\n") or _step(line) > done:
                 break
