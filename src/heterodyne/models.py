@@ -191,7 +191,9 @@ def _configuration(transformers: Any, fields: Mapping[str, Any]) -> Any:
         raise JobError(f"model.huggingface: {model_type}: {type(error).__name__}: {error}") from error
     layers = getattr(configuration, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > _MOST_LAYERS:
-        raise JobError(f"model.huggingface: {model_type}: {layers:,} layers are more than {_MOST_LAYERS:,}, which takes hours to build")
+        raise JobError(
+            f"model.huggingface: {model_type}: {layers:,} layers are more than {_MOST_LAYERS:,}, which takes hours to build"
+        )
     # The cache of keys and values is for generating text; in training it costs memory and gives nothing.
     configuration.use_cache = False
     return configuration
@@ -215,7 +217,9 @@ def _build(make: Callable[[], Any], auto_class: str) -> nn.Module:
     try:
         model = make()
     except Exception as error:  # its classes raise anything for files and fields that they do not expect
-        reason = str(error).partition("\n")[0] or type(error).__name__  # the rest lists every configuration that the class knows
+        reason = (
+            str(error).partition("\n")[0] or type(error).__name__
+        )  # the rest lists every configuration that the class knows
         raise JobError(f"model: {auto_class} cannot build it: {reason}") from error
     assert isinstance(model, nn.Module)
     return model

@@ -16,7 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Final
 
-__all__ = ["open_regular", "read_bytes", "read_text", "replacing", "require_regular", "require_regular_in", "write_text"]
+__all__ = [
+    "open_regular",
+    "read_bytes",
+    "read_text",
+    "replacing",
+    "require_regular",
+    "require_regular_in",
+    "write_text",
+]
 
 MOST_BYTES: Final = 2**28
 """A file that is larger is none that a person wrote, or this library for them."""

@@ -11,6 +11,7 @@ from heterodyne.cluster.fleet import Fleet
 from heterodyne.cluster.spec import Cluster
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.short import in_short
+from heterodyne.printable import printable
 from heterodyne.report import rows
 from heterodyne.report.plan_shares import has_pipelines
 from heterodyne.report.plan_tables import candidate_rows, fleet_rows, plan_rows
@@ -22,7 +23,6 @@ from heterodyne.report.tables import device_rows
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.result import AlternativeRow, PlanningResult
 from heterodyne.terminal import console_on
-from heterodyne.printable import printable
 from heterodyne.timeline import Timeline
 
 __all__ = ["candidate_lines", "result_json", "show", "show_result", "show_step", "terminal_width"]

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from heterodyne.arguments import checked_arguments
 from heterodyne.cluster.file import load_cluster
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import ClusterError
@@ -97,6 +98,7 @@ class Session:
         return nullcontext() if self.watchdog is None else self.watchdog.phase(words, limit_s=limit_s)
 
 
+@checked_arguments
 @contextmanager
 def open_session(
     cluster_file: Path | None = None, *, deterministic: bool = True, tf32: bool = False

@@ -28,12 +28,12 @@ from heterodyne.api.settings import Prepared
 from heterodyne.cluster.profile import Profile
 from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.printable import printable
 from heterodyne.job import Job
 from heterodyne.json_files import read_json
 from heterodyne.plan.bind import bind
 from heterodyne.plan.diff import differences
 from heterodyne.plan.plan import Plan
+from heterodyne.printable import printable
 from heterodyne.report.compare import compare
 from heterodyne.report.html import write_report
 from heterodyne.report.run import load_run

@@ -13,7 +13,13 @@ from heterodyne.runtime.rendezvous.file_handles import TOO_MANY_OPEN
 __all__ = ["of_the_system", "tell"]
 
 # Of the loader of libraries, of threads, and of torch's allocator, which raise no MemoryError.
-_NO_MEMORY = ("annot allocate memory", "failed to map segment", "can't start new thread", "can't allocate memory", "bad_alloc")
+_NO_MEMORY = (
+    "annot allocate memory",
+    "failed to map segment",
+    "can't start new thread",
+    "can't allocate memory",
+    "bad_alloc",
+)
 
 
 def tell(error: HeterodyneError) -> int:

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from heterodyne.cluster import Cluster, Device, Link, Profile
+from heterodyne.cluster import Cluster, Profile
 from heterodyne.errors import HeterodyneError
 from heterodyne.job import Job
-from heterodyne.json_files import parse_json, read_json
+from heterodyne.json_files import checked, parse_json, read_json
 from heterodyne.plan import Plan
 from heterodyne.report.plan_shares import samples_of
 from heterodyne.text_files import read_text
@@ -183,7 +183,7 @@ def read_metrics(path: Path) -> Metrics:
     for line in filter(str.strip, lines):
         fields = _line(line)
         step = fields.get("step")
-        if not isinstance(step, int):
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**53:
             unreadable += 1
             continue
         loss = fields.get("validation_loss")
@@ -260,11 +260,7 @@ def _metrics(content: _Reader) -> Metrics:
 
 
 def _cluster(path: Path) -> Cluster:
-    fields = _mapping(path)
-    links = [Link(**{**link, "between": tuple(link["between"])}) for link in fields.get("links", ())]
-    return Cluster(
-        name=str(fields.get("name", "")), devices=tuple(Device(**d) for d in fields["devices"]), links=tuple(links)
-    )
+    return checked(Cluster, {name: value for name, value in _mapping(path).items() if name != "version"})
 
 
 def _candidates(path: Path) -> tuple[Candidate, ...]:

@@ -105,7 +105,9 @@ class Manifest(_Strict):
         for name, wanted in self.files.items():
             try:
                 size = (directory / name).stat().st_size
-                found = record(directory / name) if size == wanted.bytes else FileRecord(bytes=size, sha256=wanted.sha256)
+                found = (
+                    record(directory / name) if size == wanted.bytes else FileRecord(bytes=size, sha256=wanted.sha256)
+                )
             except FileNotFoundError:
                 faults.append(f"{name} is missing")
             except OSError as error:

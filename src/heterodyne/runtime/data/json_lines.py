@@ -60,7 +60,9 @@ class JsonLines:
             with open_regular(source.path) as file:
                 for line, content in enumerate(iter(partial(file.readline, _LONGEST + 1), b""), 1):
                     if len(content) > _LONGEST:
-                        raise DataError(f"{source.path}:{line}: this line has more than {_LONGEST:,} bytes: a document is a line")
+                        raise DataError(
+                            f"{source.path}:{line}: this line has more than {_LONGEST:,} bytes: a document is a line"
+                        )
                     if content.strip():
                         found.append((number, begin, line))
                     begin += len(content)
