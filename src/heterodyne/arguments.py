@@ -10,6 +10,7 @@ import ast
 import functools
 import inspect
 import math
+import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -137,6 +138,9 @@ def _optimizer(value: Any) -> str | None:
         )
     if _is_a(value, "torch.optim.lr_scheduler.LRScheduler"):
         return ", a scheduler of the rate; make it of trainer.optimizer, and step it on every rank"
+    if isinstance(value, type):
+        known = any(f"{of.__module__}.{of.__qualname__}" == "torch.optim.optimizer.Optimizer" for of in value.__mro__)
+        return None if known else ", which is none of torch.optim"
     if _is_a(value, "heterodyne.job.OptimizerSection") or callable(value):
         return None
     return "; it is an OptimizerSection(name='adamw', lr=...), or a function that makes an optimizer from parameters"
@@ -183,14 +187,29 @@ def _callbacks(value: Any) -> str | None:
 
 
 def _metrics(value: Any) -> str | None:
+    words = "it is a function (outputs, batch) -> (sum, count)"
     if not isinstance(value, Mapping):
-        return "; it is a mapping from names to functions (outputs, batch) -> (sum, count)"
+        return f"; it is a mapping from names: of each {words}"
     for name, metric in value.items():
         if not isinstance(name, str) or not callable(metric) or isinstance(metric, type):
-            return (
-                f"; {name!r} in it is {described(metric)}: it is a function (outputs, batch) -> (sum, count), by name"
-            )
+            return f"; {name!r} in it is {described(metric)}: {words}"
+        try:
+            inspect.signature(metric).bind(None, None)
+        except TypeError as error:
+            return f"; {name!r} in it: {words}, and takes others ({error})"
+        except ValueError:  # functions written in C tell nothing of their arguments
+            continue
     return None
+
+
+def _lengths(value: Any) -> str | None:
+    words = "; it is a sequence of whole numbers, the tokens of each sample"
+    if isinstance(value, str | bytes | Mapping) or not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
+        return words
+    try:
+        return None if all(operator.index(value[at]) >= 0 for at in range(len(value))) else words
+    except TypeError:
+        return words
 
 
 def _names_to(words: str) -> Check:
@@ -236,10 +255,7 @@ _TABLE: Final[Mapping[str, Check]] = {
     "flush_s": _number("seconds"),
     "global_batch_size": _LENGTH,
     "keep": _whole(1),
-    "lengths": _unless(
-        lambda value: hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, str | bytes | Mapping),
-        "a sequence of the tokens of each sample",
-    ),
+    "lengths": _lengths,
     "limit_s": _number("seconds"),
     "loss": _loss,
     "loss_count": _loss_count,
@@ -250,6 +266,7 @@ _TABLE: Final[Mapping[str, Check]] = {
     "model": _MODULE,
     "names": _texts,
     "optimizer": _optimizer,
+    "overrides": _texts,
     "pack_to": _LENGTH,
     "pad_to": _LENGTH,
     "path": _PATH,

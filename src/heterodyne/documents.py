@@ -52,7 +52,7 @@ def _kinds(annotation: Any) -> set[Any]:
     return {kind for each in inner for kind in _kinds(each)}
 
 
-def read_yaml(path: Path, error: type[FileError]) -> tuple[Any, dict[Location, int]]:
+def read_yaml(path: Path | str, error: type[FileError]) -> tuple[Any, dict[Location, int]]:
     """The content of a YAML file, and the line of each key and item in it. Raises ``error``."""
     try:
         text = read_text(path, most_bytes=_MOST_BYTES)

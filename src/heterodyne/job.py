@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BeforeValidator, Field, model_validator
 
+from heterodyne.arguments import checked_arguments
 from heterodyne.documents import Section, Whole, read_yaml, validate
 from heterodyne.errors import JobError
 from heterodyne.tracker_options import TrackerList, TrackerOptions, tracker_options
@@ -297,7 +298,8 @@ class Job(Section):
     relative_to: str | None = None
 
     @classmethod
-    def load(cls, path: Path, overrides: tuple[str, ...] = ()) -> Job:
+    @checked_arguments
+    def load(cls, path: Path | str, overrides: tuple[str, ...] = ()) -> Job:
         """Read a job file and apply ``section.field=value`` overrides (values are YAML). Raises JobError with the line."""
         content, lines = read_yaml(path, JobError)
         if not isinstance(content, dict):

@@ -28,7 +28,7 @@ Count: TypeAlias = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Seconds: TypeAlias = Annotated[float, Field(ge=0)]
 
 
-def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
+def read_json(path: Path | str, most_bytes: int = MOST_BYTES) -> Any:
     """The content of a file. Raises OSError, also for more than ``most_bytes``, and ValueError for what is no JSON."""
     return parse_json(read_text(path, most_bytes=most_bytes))
 

@@ -34,10 +34,10 @@ _KINDS: Final = {
 }  # fmt: skip
 
 
-def require_regular(path: Path) -> None:
+def require_regular(path: Path | str) -> None:
     """Raises OSError for a path that is no regular file, before a library opens it."""
     try:
-        mode = path.stat().st_mode
+        mode = os.stat(path).st_mode  # noqa: PTH116  # a text is as good
     except ValueError as error:
         raise OSError(errno.EINVAL, f"no file has such a name ({error})", str(path)) from error
     _require_regular(mode, path)
@@ -50,7 +50,7 @@ def require_regular_in(directory: Path) -> None:
             require_regular(path)
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path | str) -> BinaryIO:
     """A regular file, open for reading. Raises OSError."""
     require_regular(path)  # first, for opening a device may do something already
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
@@ -62,7 +62,7 @@ def open_regular(path: Path) -> BinaryIO:
         raise
 
 
-def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
+def read_bytes(path: Path | str, most_bytes: int = MOST_BYTES) -> bytes:
     """The content of a regular file. Raises OSError, also for more than ``most_bytes``."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -72,12 +72,12 @@ def read_bytes(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     return content
 
 
-def read_text(path: Path, *, most_bytes: int = MOST_BYTES, errors: str = "strict") -> str:
+def read_text(path: Path | str, *, most_bytes: int = MOST_BYTES, errors: str = "strict") -> str:
     """The content of a regular file in UTF-8. Raises OSError, also for more than ``most_bytes``, and UnicodeDecodeError."""
     return read_bytes(path, most_bytes).decode("utf-8", errors)
 
 
-def _require_regular(mode: int, path: Path) -> None:
+def _require_regular(mode: int, path: Path | str) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):

@@ -46,7 +46,7 @@ def test_an_argument_that_cannot_be_is_told(arguments: dict[str, Any], told: str
 
 
 def test_all_of_them_are_told_at_once() -> None:
-    with pytest.raises(HeterodyneError, match=r"(?s)precision.*micro_batch_sizes.*seed"):
+    with pytest.raises(HeterodyneError, match=r"(?s)micro_batch_sizes.*precision.*seed"):
         hd.distribute(MODEL, BATCH, precision="fp8", micro_batch_sizes=4, seed="a")  # type: ignore[arg-type]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.api.loop.average import Average
-from heterodyne.api.loop.batches import BatchFormat, BatchLike, require_dtypes
+from heterodyne.api.loop.batches import BatchFormat, BatchLike, require_like_example
 from heterodyne.api.loop.callbacks import Callback
 from heterodyne.api.loop.calls import Calls
 from heterodyne.api.loop.names import Names
@@ -122,10 +122,10 @@ class Distributed:
         """Also those before a checkpoint that was loaded."""
         return self._worker.steps_done
 
-    def _named(self, batch: BatchLike) -> Mapping[str, Tensor] | BatchSource:
-        named = self._format.named(batch)
+    def _named(self, batch: BatchLike, *, without_target: bool = False) -> Mapping[str, Tensor] | BatchSource:
+        named = self._format.named(batch, without_target=without_target)
         if not isinstance(named, BatchSource):
-            require_dtypes(named, self.graph)
+            require_like_example(named, self.graph)
         return named
 
     def step(self, batch: BatchLike) -> StepResult:
@@ -187,7 +187,7 @@ class Distributed:
         Raises DataError if the model returns its loss alone.
         """
         with self._calls.named("predict()"):
-            named = self._format.named(batch, without_target=True)
+            named = self._named(batch, without_target=True)
             return gathered_outputs(list(self._predictor.parts(named)), self._session.communicator, on)
 
     def loss_weights(self, parts: Sequence[Mapping[str, Tensor]]) -> list[float]:

@@ -75,6 +75,8 @@ class Batches:
         """Go on from there, on any number of ranks. Raises CheckpointError if it is of other data, or of another seed."""
         with taken_from("it is a state of batches", "pass what state_dict() returned"):
             steps, identity, stream = int(state["steps"]), dict(state["identity"]), state.get("stream")
+            if not 0 <= steps < 2**53:
+                raise ValueError("a number of steps that nobody has made")
         other = differences(identity, self._source.identity)
         if other:
             raise CheckpointError(
@@ -138,7 +140,7 @@ def batches(
     if collate is not None and pad_to is not None:
         raise DataError("give collate or pad_to, not both: a collator pads by itself")
     chosen = collate or (default_collate if pad_to is None else PadTo(pad_to))
-    if is_map_style(dataset):
+    if is_map_style(dataset) and not isinstance(dataset, str | bytes):
         if pack_to is not None:
             dataset, lengths = PackedRows(dataset, pack_to, lengths), None
         source: DatasetSource | StreamSource = DatasetSource(
@@ -156,7 +158,7 @@ def batches(
         return Batches(source, epochs=epochs)
     if epochs is not None or lengths is not None:
         raise DataError("a stream has no number of samples: leave out epochs and lengths, and end the loop by yourself")
-    if not (hasattr(dataset, "__iter__") or callable(dataset)):
+    if isinstance(dataset, str | bytes) or not (hasattr(dataset, "__iter__") or callable(dataset)):
         raise DataError(
             f"a {type(dataset).__name__} is no data: give a dataset, an iterable, or a function that makes one"
         )

@@ -101,7 +101,7 @@ class Session:
 @checked_arguments
 @contextmanager
 def open_session(
-    cluster_file: Path | None = None, *, deterministic: bool = True, tf32: bool = False
+    cluster_file: Path | str | None = None, *, deterministic: bool = True, tf32: bool = False
 ) -> Iterator[Session]:
     """Connect this process with the other ranks of its launcher, or alone if there is none, while the block runs.
 
@@ -143,7 +143,7 @@ def open_session(
         yield Session(
             cluster=_without_leftovers(found)
             if cluster_file is None
-            else _as_described(load_cluster(cluster_file), found, cluster_file),
+            else _as_described(load_cluster(cluster_file), found, Path(cluster_file)),
             device=device,
             communicator=communicator,
             agreement=Agreement.of_all(),
