@@ -176,7 +176,7 @@ def _before(folder: Path) -> Iterator[Call]:
         name="batches", run=hd.batches, good={"dataset": [_batch()] * 9, "global_batch_size": 2},
         takes={
             "dataset": (list, tuple, dict, nn.Module, torch.Tensor, FUNCTION, type(iter([])), type), "global_batch_size": (int,),
-            "seed": (int,), "epochs": (nothing, int), "shuffle": (bool,), "collate": (nothing, FUNCTION, nn.Module),
+            "seed": (int,), "epochs": (nothing, int), "shuffle": (bool,), "collate": (nothing, FUNCTION, nn.Module, type),
             "pad_to": (nothing, int), "pack_to": (nothing, int), "lengths": (nothing, list, tuple, torch.Tensor), "balance": (bool,),
             "shuffle_buffer": (int,), "slots": (nothing, int), "workers": (int,), "prefetch": (int,),
         },

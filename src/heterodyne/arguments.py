@@ -230,7 +230,7 @@ _FLAG: Final = _unless(lambda value: isinstance(value, bool), "True or False")
 _PATH: Final = _unless(_is_path, "the path of a file or directory")
 _MODULE: Final = _a("an nn.Module", "torch.nn.modules.module.Module")
 _LENGTH: Final = _whole(1)
-_CALLED: Final = _unless(lambda value: callable(value) and not isinstance(value, type), "a function")
+_CALLED: Final = _unless(callable, "a function")
 _STATE: Final = _names_to("a mapping, as state_dict() returns it")
 
 _TABLE: Final[Mapping[str, Check]] = {
