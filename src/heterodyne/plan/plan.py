@@ -125,6 +125,8 @@ class Stage(PlanPart):
         for said, instead in (("devices", "group"), ("ops", "blocks")):
             if getattr(self, instead) is not None and getattr(self, said) != type(self).model_fields[said].default:
                 raise ValueError(f"it has '{said}' and '{instead}', which say the same: write one of them")
+        if all(region.task_graph != "*" for region in self.regions):
+            raise ValueError("none of its regions is '*', which is everything that has no annotation: add one")
         return self
 
     @property
