@@ -384,7 +384,9 @@ def _override(content: dict[str, Any], override: str) -> tuple[str, ...]:
     if not equals or not path:
         raise JobError(f"--set {override}: write section.field=value, for example --set training.steps=50")
     if not text.strip():
-        raise JobError(f"--set {override}: there is no value; write {key}=null to set none, or {key}=\"''\" for an empty text")
+        raise JobError(
+            f"--set {override}: there is no value; write {key}=null to set none, or {key}=\"''\" for an empty text"
+        )
     try:
         value, _ = parse_yaml(text)
     except YamlFaultError as error:

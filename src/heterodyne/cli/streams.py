@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-__all__ = ["prepare_streams"]
+__all__ = ["output_may_be_lost", "prepare_streams"]
 
 
 def prepare_streams() -> None:
@@ -29,6 +31,18 @@ def prepare_streams() -> None:
         if reconfigure is not None:
             reconfigure(errors="replace" if stream is sys.stdout else "backslashreplace")
     sys.stderr = cast(Any, _Unimportant(sys.stderr))
+
+
+@contextmanager
+def output_may_be_lost() -> Iterator[None]:
+    """While the block runs, tables that cannot be written are lost: a full disk or a pager that was closed must not end a run."""
+    stream = sys.stdout
+    sys.stdout = cast(Any, _Unimportant(stream))
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stdout = stream
 
 
 class _Unimportant:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from heterodyne.cli.options import ClusterOption, JobArgument, PlanOption, SetOption, plan_at
+from heterodyne.cli.streams import output_may_be_lost
 from heterodyne.job import Job
 
 __all__ = ["command"]
@@ -48,15 +49,14 @@ def command(
             restarted=training.restarted,
         )
 
-    return train_here(
-        Training(
-            job=job,
-            cluster=cluster,
-            plan=plan,
-            run_dir=run_dir,
-            resume=resume,
-            overrides=tuple(overrides or ()),
-            on_out_of_memory=wanted.training.on_out_of_memory,
-        ),
-        train,
+    training = Training(
+        job=job,
+        cluster=cluster,
+        plan=plan,
+        run_dir=run_dir,
+        resume=resume,
+        overrides=tuple(overrides or ()),
+        on_out_of_memory=wanted.training.on_out_of_memory,
     )
+    with output_may_be_lost():
+        return train_here(training, train)

@@ -46,7 +46,9 @@ def text_sources(text: str | Sequence[str], *, base: Path | None = None) -> tupl
     """
     entries = (text,) if isinstance(text, str) else tuple(text)
     if not entries or not all(entries):
-        raise DataError(f"data.text names nothing, or an empty path; give files or directories of text, or {STANDARD_LIBRARY!r}")
+        raise DataError(
+            f"data.text names nothing, or an empty path; give files or directories of text, or {STANDARD_LIBRARY!r}"
+        )
     found: dict[Path, Source] = {}
     for entry in entries:
         for source in _standard_library() if entry == STANDARD_LIBRARY else _of_path(entry, base or Path.cwd()):
