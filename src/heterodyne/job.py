@@ -18,6 +18,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from heterodyne.arguments import checked_arguments
 from heterodyne.documents import Section, Whole, read_yaml, validate
 from heterodyne.errors import JobError
+from heterodyne.secret_names import without_secrets
 from heterodyne.tracker_options import TrackerList, TrackerOptions, tracker_options
 from heterodyne.units import parse_bytes
 from heterodyne.yaml_text import YamlFaultError, parse_yaml
@@ -365,7 +366,7 @@ def decisive(fields: Mapping[str, Any]) -> dict[str, Any]:
         optimizer.pop("schedule_steps", None)
     elif steps is not None:
         optimizer.setdefault("schedule_steps", steps)
-    return kept
+    return dict(without_secrets(kept))
 
 
 _DECISIVE = ("model", "data", "training", "optimizer")

@@ -16,7 +16,7 @@ from heterodyne.api.capturing import capture_everywhere
 from heterodyne.api.compiled import uncompiled, with_compiled
 from heterodyne.api.distributed import Distributed
 from heterodyne.api.learned_memory import as_learned
-from heterodyne.api.loop.arguments import chosen_optimizer, require_entries, require_sound_together, wanted_plan
+from heterodyne.api.loop.arguments import chosen_optimizer, require_sound_together, wanted_plan
 from heterodyne.api.loop.batches import BatchLike, batch_format
 from heterodyne.api.loop.callbacks import Callback
 from heterodyne.api.loop.model_with_loss import LossFunction, with_loss
@@ -129,8 +129,6 @@ def distribute(
     inside = uncompiled(model)
     format = batch_format(inside, example_batch, has_loss=loss is not None)
     example, size = _example(format.named(example_batch))
-    require_entries("loss_inputs", loss_inputs, example)
-    require_entries("shared", shared, example)
     module = inside if loss is None else with_loss(inside, loss, format, example, withheld=loss_inputs)
     running = with_compiled(module, model)
     closing = ExitStack()

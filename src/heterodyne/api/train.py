@@ -47,6 +47,7 @@ from heterodyne.runtime.records.run_lock import occupied
 from heterodyne.runtime.records.shortages import Shortage
 from heterodyne.runtime.trainer import Outcome, Trainer, identity_of
 from heterodyne.search.alternatives import result_of
+from heterodyne.secret_names import has_secrets
 from heterodyne.text_files import write_text
 
 __all__ = ["train_job"]
@@ -211,9 +212,9 @@ def _measured_here(profile: Profile, session: Session) -> bool:
 def _write_job(run: RunDirectory, job: Job, base: Path) -> None:
     """As it is planned and trained, with the directory in which its relative paths start."""
     kept = job.model_copy(update={"relative_to": str(base.resolve())})
-    text = yaml.safe_dump(kept.model_dump(mode="json", exclude_none=True), sort_keys=False)
+    content = kept.model_dump(mode="json", exclude_none=True)
     try:
-        write_text(run.job, text)
+        write_text(run.job, yaml.safe_dump(content, sort_keys=False), private=has_secrets(content))
     except OSError as error:
         raise HeterodyneError(
             f"{run.job} cannot be written ({error.strerror}); make the run directory writable"

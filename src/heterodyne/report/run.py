@@ -17,14 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import yaml
+
 from heterodyne.cluster import Cluster, Profile
 from heterodyne.errors import HeterodyneError
 from heterodyne.job import Job
 from heterodyne.json_files import checked, parse_json, read_json
 from heterodyne.plan import Plan
 from heterodyne.report.plan_shares import samples_of
+from heterodyne.secret_names import has_secrets, without_secrets
 from heterodyne.text_files import read_text
 from heterodyne.timeline import Timeline
+from heterodyne.yaml_text import YamlFaultError, parse_yaml
 
 __all__ = ["Candidate", "Metrics", "Run", "StepMetrics", "Validation", "candidates_from", "load_run", "read_metrics"]
 
@@ -84,7 +88,7 @@ class Run:
     """Everything that is known of a run.
 
     Args:
-        job_text: the job file as it stands, "" if it is not there.
+        job_text: the job file as it stands, but for secrets; "" if it is not there.
         summary: what the run wrote at its end. Read here, each optional: ``model``, ``parameters``, ``seconds``, ``interrupted``,
             ``peak_memory_bytes`` (bytes in order of rank, or a mapping from device to bytes) and ``environment`` (a mapping
             from name to text).
@@ -152,7 +156,7 @@ def load_run(directory: Path) -> Run:
     _require_run(directory)
     missing: list[str] = []
     content = _Reader(directory, missing)
-    job_text = content.text("job.yaml", "what was trained is not known")
+    job_text = _shown(content.text("job.yaml", "what was trained is not known"))
     metrics = _metrics(content)
     return Run(
         directory=directory,
@@ -236,6 +240,15 @@ class _Reader:
     def text(self, name: str, without: str) -> str:
         text: str | None = self.of(name, lambda path: read_text(path, errors="replace"), without)
         return text or ""
+
+
+def _shown(text: str) -> str:
+    """A job file as others may read it."""
+    try:
+        content, _ = parse_yaml(text)
+    except YamlFaultError:  # nothing is known of what it holds
+        return ""
+    return yaml.safe_dump(without_secrets(content), sort_keys=False) if has_secrets(content) else text
 
 
 def _require_run(directory: Path) -> None:

@@ -3,7 +3,7 @@ checked before anything is captured; see `heterodyne.arguments`."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +14,7 @@ from heterodyne.runtime.weights.optimizer import OptimizerFactory
 from heterodyne.search.planned import Strategy
 from heterodyne.tracker_options import tracker_options
 
-__all__ = ["chosen_optimizer", "require_entries", "require_sound_together", "wanted_plan"]
+__all__ = ["chosen_optimizer", "require_sound_together", "wanted_plan"]
 
 _SCHEDULE = {"schedule", "min_lr_ratio"}
 
@@ -24,15 +24,6 @@ def require_sound_together(arguments: Mapping[str, Any]) -> None:
     wrong = list(_faults(arguments))
     if wrong:
         raise HeterodyneError("\n  ".join(["distribute cannot take these arguments:", *wrong]))
-
-
-def require_entries(name: str, wanted: Collection[str], entries: Collection[str]) -> None:
-    """Raises HeterodyneError if an argument names entries that the example batch has not."""
-    unknown = [each for each in wanted if each not in entries]
-    if unknown:
-        raise HeterodyneError(
-            f"{name} names {', '.join(unknown)}, and the example batch has {', '.join(entries)}: name entries of it"
-        )
 
 
 def chosen_optimizer(

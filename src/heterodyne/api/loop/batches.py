@@ -80,13 +80,13 @@ def batch_format(model: nn.Module, example: BatchLike, *, has_loss: bool) -> Bat
 
 
 def require_like_example(tensors: Mapping[str, Tensor], graph: ModelGraph) -> None:
-    """Raises DataError for an entry of another dtype, or another number of dims, than that of the example, or without samples."""
+    """Raises DataError for an entry of another dtype, or another number of dims, than that of the example."""
     known = {entry.name: entry.spec.dtype for entry in graph.inputs}
     dims = {entry.name: len(entry.spec.shape) for entry in graph.inputs}
     for name, tensor in tensors.items():
-        if tensor.dim() != dims.get(name, tensor.dim()) or not tensor.numel():
+        if tensor.dim() != dims.get(name, tensor.dim()):
             raise DataError(
-                f"the entry {name} of the batch is {list(tensor.shape)}; it has samples, and {dims.get(name)} dims as in the example"
+                f"the entry {name} of the batch is {list(tensor.shape)}; it has {dims[name]} dims in the example"
             )
         found = str(tensor.dtype).removeprefix("torch.")
         if found != known.get(name, found):

@@ -14,6 +14,7 @@ from heterodyne.errors import HeterodyneError
 from heterodyne.processes import to_standard_error
 from heterodyne.runtime.records.trackers.queue import TrackerQueue
 from heterodyne.runtime.records.trackers.tracker import Opening, Record
+from heterodyne.secret_names import without_secrets
 from heterodyne.tracker_options import TrackerOptions, tracker_options
 
 __all__ = ["Trackers"]
@@ -66,7 +67,11 @@ class Trackers:
             ) from error
         for each in chosen:
             opening = Opening(
-                directory=directory, run=directory.name, done=done, config=dict(config or {}), options=each.options
+                directory=directory,
+                run=directory.name,
+                done=done,
+                config=without_secrets(config or {}),
+                options=each.options,
             )
             log = logs / f"tracker-{each.name}.log"
             self._queues.append(TrackerQueue(each.name, opening, log=log, flush_s=flush_s, say=self._say))
