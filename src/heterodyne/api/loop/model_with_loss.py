@@ -71,9 +71,7 @@ def with_loss(
     """
     if format.names is not None:
         if withheld:
-            raise CaptureError(
-                f"loss_inputs names {', '.join(withheld)}, and the batch is no mapping: leave it out"
-            )
+            raise CaptureError(f"loss_inputs names {', '.join(withheld)}, and the batch is no mapping: leave it out")
         inputs = format.names[: len(format.names) - (format.target is not None)]
         return ModelWithLoss(model, loss, inputs=inputs, positional=True, target=format.target or format.names[0])
     if isinstance(loss, _Loss):
