@@ -405,8 +405,10 @@ def of_count(draw: Draw) -> Case:
         )
     )  # fmt: skip
     content = yaml.safe_load((draw.place / name).read_text())
-    if name == "plan.json" and draw.chance.random() < 0.3:
-        content["pipelines"][0]["replicas"] = 0
+    if name == "plan.json":
+        content["pipelines"][0]["replicas"] = 1
+    if name == "one.yaml":
+        content["nodes"][0]["devices"][0]["count"] = 1
     places = [
         at
         for at in places_of(content)
