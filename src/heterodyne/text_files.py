@@ -99,7 +99,7 @@ def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
             os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # where nobody reads, this fails in place of waiting
         yield path
         return
-    target = Path(os.path.realpath(path))  # noqa: PTH118  # of a link to itself, resolve() raises no OSError
+    target = Path(os.path.realpath(path))  # of a link to itself, resolve() raises no OSError
     partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
     try:
         if private:
