@@ -353,7 +353,7 @@ def of_environment(draw: Draw) -> Case:
         kind=draw.kind,
         arguments=GOOD[draw.chance.choice(("train", "train", "devices", "plan", "simulate"))],
         variables=given,
-        names=(*VARIABLES, *SLURM, *given),
+        names=(*VARIABLES, *SLURM, *given, *filter(None, given.values())),
     )
 
 
@@ -376,6 +376,7 @@ def of_number(draw: Draw) -> Case:
     """A number that is none, or none that can be, in any field or option that takes one."""
     text = draw.chance.choice(NO_NUMBERS)
     if draw.chance.random() < 0.25:
+        text = draw.chance.choice((text, "nan", "inf", "-inf", "-nan"))
         command = draw.chance.choice(
             (
                 (*ON_PAPER[:-1], text), (*ON_PAPER, "--budget", text), (*GOOD["verify"][:-1], text),

@@ -269,6 +269,10 @@ _TABLE: Final[Mapping[str, Check]] = {
     "overrides": _texts,
     "pack_to": _LENGTH,
     "pad_to": _LENGTH,
+    "parts": _unless(
+        lambda value: isinstance(value, tuple | list) and all(isinstance(each, Mapping) for each in value),
+        "a list of the parts of a batch, each a mapping from names to tensors",
+    ),
     "path": _PATH,
     "plan": _unless(
         lambda value: _is_path(value) or _is_a(value, "heterodyne.plan.plan.Plan"),
@@ -280,6 +284,7 @@ _TABLE: Final[Mapping[str, Check]] = {
     "rehearsal_s": _number("seconds, or 0 for no rehearsal"),
     "resume": _FLAG,
     "run_dir": _PATH,
+    "samples": _whole(1),
     "say": _CALLED,
     "seed": _unless(lambda value: _is_whole(value) and -(2**63) <= value < 2**63, "a whole number of at most 64 bits"),
     "session": _a("what 'with hd.open_session() as session' gives", "heterodyne.api.session.Session"),

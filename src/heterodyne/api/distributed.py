@@ -190,6 +190,7 @@ class Distributed:
             named = self._named(batch, without_target=True)
             return gathered_outputs(list(self._predictor.parts(named)), self._session.communicator, on)
 
+    @checked_arguments
     def loss_weights(self, parts: Sequence[Mapping[str, Tensor]]) -> list[float]:
         """By what the losses of the parts of a batch are multiplied to be, together, the loss of the batch; each part by name."""
         count, buffers = self._worker.loss_count, dict(self._worker.module.named_buffers())

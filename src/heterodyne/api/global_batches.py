@@ -45,6 +45,7 @@ class Batches:
             raise TypeError("these batches go on for ever: give a number of epochs, or stop the loop by yourself")
         return self._last
 
+    @checked_arguments
     def example(self, samples: int = 4) -> Mapping[str, Tensor]:
         """The first samples of the run, to be given to `heterodyne.distribute`. Raises DataError if they are no mapping."""
         source = self._source

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -97,6 +98,9 @@ def command(
 
     # Read before torch is loaded and workers are started, so that a mistake in a file is reported at once.
     wanted = Job.load(job, tuple(overrides or ()))
+    for option, number in (("--within", within), ("--budget", budget)):
+        if number is not None and not math.isfinite(number):
+            raise HeterodyneError(f"{option} {number}: write a finite number, or leave it out")
     measured = None if profile is None else Profile.load(profile)
     wishes = Wishes(
         objective=Objective(goal=objective, usd_per_hour=budget),

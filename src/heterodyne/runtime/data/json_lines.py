@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from heterodyne.errors import DataError
+from heterodyne.json_files import parse_json
 from heterodyne.runtime.data.corpus import Source
 from heterodyne.text_files import open_regular, read_text
 
@@ -86,7 +86,7 @@ class JsonLines:
 
 def _text_of(content: bytes, field: str, path: Path, line: int) -> str:
     try:
-        document = json.loads(content)
+        document = parse_json(content.decode("utf-8"))
     except ValueError as error:
         raise DataError(f"{path}:{line}: this line is not JSON: {error}") from error
     text = document.get(field) if isinstance(document, dict) else None

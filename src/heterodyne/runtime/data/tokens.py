@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterodyne.errors import DataError
+from heterodyne.json_files import parse_json
 from heterodyne.runtime.data.corpus import Source, fingerprint
 from heterodyne.text_files import open_regular, replacing
 
@@ -126,7 +127,7 @@ def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
     if len(raw) != HEADER_BYTES or not raw.startswith(MAGIC):
         raise not_ours
     try:
-        header = json.loads(raw[len(MAGIC) :].rstrip(b"\0"))
+        header = parse_json(raw[len(MAGIC) :].rstrip(b"\0").decode("utf-8"))
         good = header["version"] == VERSION and header["dtype"] in _DTYPES and header["count"] > 0
         known = isinstance(header["sources"], str) and isinstance(header["tokens"], str)
     except (ValueError, KeyError, TypeError) as error:
