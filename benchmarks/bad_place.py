@@ -40,7 +40,8 @@ CLUSTER: dict[str, Any] = {"name": "one", "nodes": [{"name": "here", "devices": 
 FLEET: dict[str, Any] = yaml.safe_load("""
 name: lab
 prices: {T4: 0.35}
-kinds: {own: {backend: cuda, peak_tflops: {fp32: 50, bf16: 100}, memory: 16 GB, memory_bandwidth: 1 TB/s, link_bandwidth: 50 GB/s, watts: 300}}
+kinds:
+  own: {backend: cuda, peak_tflops: {fp32: 50, bf16: 100}, memory: 16 GB, memory_bandwidth: 1 TB/s, link_bandwidth: 50 GB/s, watts: 300}
 regions:
   - name: us
     link: {bandwidth: 5 Gb/s, latency: 1 ms}
