@@ -125,8 +125,6 @@ class Stage(PlanPart):
         for said, instead in (("devices", "group"), ("ops", "blocks")):
             if getattr(self, instead) is not None and getattr(self, said) != type(self).model_fields[said].default:
                 raise ValueError(f"it has '{said}' and '{instead}', which say the same: write one of them")
-        if all(region.task_graph != "*" for region in self.regions):
-            raise ValueError("none of its regions is '*', which is everything that has no annotation: add one")
         return self
 
     @property
@@ -329,13 +327,19 @@ class Plan(PlanPart):
             )
         # Version 1 had devices by their ids only; what it says means the same.
         try:
-            return cls.model_validate_json(json.dumps({**content, "version": PLAN_VERSION}))
+            plan = cls.model_validate_json(json.dumps({**content, "version": PLAN_VERSION}))
         except ValidationError as error:
             wrong = [
                 f"{'.'.join(map(str, e['loc'])) or 'plan'}: {e['msg'].removeprefix('Value error, ')}"
                 for e in error.errors()
             ]
             raise PlanError("; ".join(wrong), path=path) from error
+        for number, pipeline in enumerate(plan.pipelines):
+            if any(all(region.task_graph != "*" for region in stage.regions) for stage in pipeline.stages):
+                raise PlanError(
+                    f"pipelines.{number}: a stage has no region '*', which is everything without annotation", path=path
+                )
+        return plan
 
     def save(self, path: Path | str) -> None:
         write_text(Path(path), self.dump())
