@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from bad_place import CLUSTER, FLEET, JOB, SCHEDULE, STEPS
 from heterodyne.cli import app
 from heterodyne.job import Job
 from pure.spoiled import VALUES, as_json, as_text, as_yaml, with_other_value
+from pure.spoiled import places as places_of
 
 __all__ = ["KINDS", "Case", "cases"]
 
@@ -52,6 +54,13 @@ PATHS = (
     "run",
 )
 """What may be given for a file or a directory."""
+VERBS = ("train", "plan", "measure", "verify")
+ODD = ("fifo", "socket", "device", "directory", "huge", "nothing", "letters", "loop")
+"""What may stand in the place of a file: ``huge`` is a hole of a TiB, ``letters`` are no UTF-8, ``loop`` a link to itself."""
+NO_NUMBERS = (
+    "+", "-", "_", ".", "+_", "e5", "0x", "1e400", "-1e400", ".nan", ".inf", "-.inf", "9" * 400, "-" + "9" * 400, "1e", "--1", "1,5",
+    "!!int ''", "!!int '+'", "!!float '-'", "!!int '_'", "1:30", "010", "[1]", "{}", "yes", "1 2", "\N{ARABIC-INDIC DIGIT ONE}e9",
+)  # fmt: skip
 FILES = ("FILE", "PLAN", "DIR", "RUN", "JOB.yaml", "STEP_DIR", "NAME|FILE.csv")
 VARIABLES = {
     "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
@@ -80,6 +89,8 @@ class Case:
         files: what is written into the copy before; None for a file that is removed, a directory for a path that ends in ``/``.
         names: a message about it names one of these.
         equals_whole: where the command succeeds, the run has the weights of the run that nothing happened to.
+        odd: what stands in the place of a file, one of `ODD`.
+        refused: a success would be wrong.
     """
 
     kind: str
@@ -88,6 +99,8 @@ class Case:
     variables: dict[str, str] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     equals_whole: bool = False
+    odd: dict[str, str] = field(default_factory=dict)
+    refused: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,7 +353,101 @@ def of_environment(draw: Draw) -> Case:
         kind=draw.kind,
         arguments=GOOD[draw.chance.choice(("train", "train", "devices", "plan", "simulate"))],
         variables=given,
-        names=(*VARIABLES, *SLURM, *given),
+        names=(*VARIABLES, *SLURM, *given, *filter(None, given.values())),
+    )
+
+
+def of_odd_file(draw: Draw) -> Case:
+    """Something in the place of a file that is none: whoever opens a pipe waits for ever, and a device has no end."""
+    command, name = draw.chance.choice(_read_files(draw.place))
+    kind = draw.chance.choice(ODD)
+    return Case(
+        kind=draw.kind,
+        arguments=command,
+        odd={name: kind},
+        names=(name, Path(name).name, Path(name).parent.name, "data", "model", "checkpoint", "run"),
+        equals_whole=command is RESUME,
+        # A report shows what can be read, and a run goes on from an earlier checkpoint.
+        refused=name.partition("/")[0] not in ("run", "hf", "old") and kind != "huge",
+    )
+
+
+def of_number(draw: Draw) -> Case:
+    """A number that is none, or none that can be, in any field or option that takes one."""
+    text = draw.chance.choice(NO_NUMBERS)
+    if draw.chance.random() < 0.25:
+        text = draw.chance.choice((text, "nan", "inf", "-inf", "-nan"))
+        command = draw.chance.choice(
+            (
+                (*ON_PAPER[:-1], text), (*ON_PAPER, "--budget", text), (*GOOD["verify"][:-1], text),
+                ("emulate", "--speeds", text, "--", "true"), ("emulate", "--speeds", "0.5", "--memory", text, "--", "true"),
+                ("emulate", "--speeds", "0.5", "--links", text, "--", "true"),
+            )
+        )  # fmt: skip
+        return Case(
+            kind=draw.kind, arguments=command, names=("within", "budget", "batches", "speed", text[:20]), refused=True
+        )
+    name = draw.chance.choice(_numeric_fields())
+    return Case(
+        kind=draw.kind,
+        arguments=(*GOOD["train"], "--set", f"{name}={text}"),
+        names=("--set", name),
+        refused=True,
+    )
+
+
+def of_count(draw: Draw) -> Case:
+    """A number of things that nobody has, in any file that counts some."""
+    name, command = draw.chance.choice(
+        (
+            ("plan.json", (*GOOD["train"], "--plan", "plan.json")), ("plan.json", GOOD["simulate"]), ("profile.json", GOOD["simulate"]),
+            ("one.yaml", GOOD["devices"]), ("one.yaml", GOOD["plan"]), ("fleet.yaml", ON_PAPER), ("hf.yaml", ("train", "hf.yaml", *ON_ONE)),
+            ("job.yaml", GOOD["train"]),
+        )
+    )  # fmt: skip
+    content = yaml.safe_load((draw.place / name).read_text())
+    if name == "plan.json":
+        content["pipelines"][0]["replicas"] = 1
+    if name == "one.yaml":
+        content["nodes"][0]["devices"][0]["count"] = 1
+    places = [
+        at
+        for at in places_of(content)
+        if isinstance(value_at(content, at), int) and not isinstance(value_at(content, at), bool)
+    ]
+    at = draw.chance.choice(places)
+    value_at(content, at[:-1])[at[-1]] = draw.chance.choice((2**31 - 1, 10**9, 10**6, 2**63, -1))
+    text = json.dumps(content) if name.endswith(".json") else yaml.safe_dump(content)
+    return Case(
+        kind=draw.kind,
+        arguments=command,
+        files={name: _bytes(text)},
+        names=(name, "plan", "profile", "model", "data", *_fields()),
+    )
+
+
+def of_letters(draw: Draw) -> Case:
+    """Letters that a terminal obeys, in the texts of any file of somebody else's; none of them may come through."""
+    run = [f"run/{each.name}" for each in sorted((draw.place / "run").iterdir()) if each.suffix in (".json", ".yaml")]
+    name = draw.chance.choice(["job.yaml", "one.yaml", "fleet.yaml", "plan.json", "profile.json", *run])
+    commands = {
+        "job.yaml": GOOD["train"], "one.yaml": GOOD["devices"], "fleet.yaml": ON_PAPER, "plan.json": GOOD["simulate"],
+        "profile.json": GOOD["simulate"],
+    }  # fmt: skip
+    content = yaml.safe_load((draw.place / name).read_text())
+    places = [at for at in places_of(content) if isinstance(value_at(content, at), str)]
+    if not places:
+        return of_letters(draw)
+    at = draw.chance.choice(places)
+    spoiled = draw.chance.choice(("\x1b[31mred", "\x1b]0;title\x07", "\x9b31m", "a\rb", "a\u202eb", "\x1b[2J"))
+    value_at(content, at[:-1])[at[-1]] = spoiled + str(value_at(content, at))
+    text = json.dumps(content) if name.endswith(".json") else yaml.safe_dump(content)
+    command = commands.get(name) or draw.chance.choice((GOOD["report"], ("simulate", "run")))
+    return Case(
+        kind=draw.kind,
+        arguments=command,
+        files={name: _bytes(text)},
+        names=(name, "run", "plan", "profile", "model", *_fields()),
     )
 
 
@@ -361,6 +468,10 @@ KINDS: dict[str, tuple[int, Callable[[Draw], Case]]] = {
     "option": (7, of_option),
     "command line": (2, of_command_line),
     "environment": (3, of_environment),
+    "odd file": (8, of_odd_file),
+    "number": (6, of_number),
+    "count": (4, of_count),
+    "letters": (3, of_letters),
 }
 """The kinds of cases, and how often each is drawn."""
 
@@ -370,6 +481,41 @@ def _fields() -> list[str]:
     for section in Job.sections():
         kind: Any = Job.model_fields[section].annotation
         found += [f"{section}.{name}" for name in kind.model_fields]
+    return found
+
+
+def _numeric_fields() -> list[str]:
+    """Fields of a job that take a number and no text."""
+    found = []
+    for section in Job.sections():
+        kind: Any = Job.model_fields[section].annotation
+        for name, info in kind.model_fields.items():
+            if re.search(r"\b(int|float)\b", str(info.annotation)) and not re.search(
+                r"str|Literal|tuple", str(info.annotation)
+            ):
+                found.append(f"{section}.{name}")
+    return found
+
+
+def _read_files(place: Path) -> list[tuple[tuple[str, ...], str]]:
+    """Each command with each file that it reads."""
+    found: list[tuple[tuple[str, ...], str]] = [
+        *((GOOD[verb], name) for verb in VERBS for name in ("job.yaml", "one.yaml", "text.txt", "model.py")),
+        (GOOD["devices"], "one.yaml"), (GOOD["simulate"], "plan.json"), (GOOD["simulate"], "profile.json"), (GOOD["simulate"], "job.yaml"),
+        ((*GOOD["train"], "--plan", "plan.json"), "plan.json"), ((*GOOD["plan"], "--profile", "profile.json"), "profile.json"),
+        ((*GOOD["simulate"], "--schedule", "schedule.csv"), "schedule.csv"), (ON_PAPER, "fleet.yaml"),
+        ((*GOOD["train"], "--set", "data.text=null", "--set", "data.jsonl=lines.jsonl"), "lines.jsonl"),
+        ((*GOOD["train"], "--set", "data.text=null", "--set", "data.tokens=tokens.npy"), "tokens.npy"),
+    ]  # fmt: skip
+    for path in sorted((place / "run").iterdir()):
+        if path.suffix in (".json", ".jsonl", ".yaml") and path.name != "trace.json":
+            found += [(command, f"run/{path.name}") for command in (GOOD["report"], ("simulate", "run"), RESUME)]
+    for folder, command in (
+        ("run/checkpoint/step-4", RESUME),
+        ("hf/model", ("train", "from_hf.yaml", *ON_ONE)),
+        ("old/step-4", GOOD["convert-checkpoint"]),
+    ):
+        found += [(command, f"{folder}/{path.name}") for path in sorted((place / folder).iterdir())]
     return found
 
 
@@ -429,3 +575,10 @@ def _any(path: Path, chance: random.Random) -> bytes | None:
             return _bytes(as_text(whole.decode(), chance))
         case _:
             return whole[:spot] + bytes(chance.randrange(256) for _ in range(16)) + whole[spot + 16 :]
+
+
+def value_at(content: Any, at: tuple[Any, ...]) -> Any:
+    """What stands at a place of a nested value."""
+    for key in at:
+        content = content[key]
+    return content

@@ -7,12 +7,15 @@ at work after the limit (a job of 2,000,000,000 steps is no mistake) must have s
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
+import multiprocessing
 import os
 import re
 import shutil
+import socket
 import sys
 import tempfile
 from collections import Counter
@@ -25,6 +28,7 @@ from results import ROOT, Results, arguments, spread
 
 sys.path.insert(0, str(ROOT / "tests"))
 
+from bad_calls import Called, bad_calls
 from bad_cases import Case, cases
 from bad_place import make_place
 from warm_command import Ended, run
@@ -39,6 +43,7 @@ FAULTS = (
     "ended without a word",
     "several messages",
     "names no place",
+    "an escape sequence",
     "a success that is wrong",
 )
 AT_WORK = re.compile(
@@ -57,7 +62,7 @@ class Judged:
 def main() -> int:
     options = arguments(__doc__, seed=0)
     results = Results("bad_inputs")
-    count = 60 if options.quick else 400
+    count = 40 if options.quick else 480
     with tempfile.TemporaryDirectory(prefix="bad-inputs-") as name:
         folder = Path(name)
         place = folder / "good"
@@ -77,9 +82,13 @@ def main() -> int:
             number, case = numbered
             return judged(case, folder / str(number), good=place, whole=whole, warm=number % SAMPLE != SAMPLE - 1)
 
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
+        calls = multiprocessing.get_context("spawn").Pool(1)
+        calling = calls.apply_async(called)
+        with calls, ThreadPoolExecutor(2) as threads:
             found = list(threads.map(judge, enumerate(cases(count, options.seed, place))))
+            of_python = calling.get()
     report(results, found)
+    report_calls(results, of_python)
     return results.write(options.json)
 
 
@@ -90,6 +99,8 @@ def judged(case: Case, place: Path, *, good: Path, whole: str, warm: bool) -> Ju
             (place / name).unlink()
         else:
             (place / name).write_bytes(content)
+    for name, kind in case.odd.items():
+        put_odd(place / name, kind)
     allowed_s = LIMIT_S if warm else LIMIT_S + STARTING_S
     variables = {"XDG_CACHE_HOME": str(place / "home"), **case.variables}
     ended = run(case.arguments, place=place, variables=variables, limit_s=allowed_s + SAYING_S, warm=warm)
@@ -98,21 +109,44 @@ def judged(case: Case, place: Path, *, good: Path, whole: str, warm: bool) -> Ju
     return Judged(case=case, ended=ended, verdict=verdict, warm=warm)
 
 
+def put_odd(path: Path, kind: str) -> None:
+    """Put something that is no file in the place of one."""
+    path.unlink()
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as bound:  # its path may have 107 letters
+                bound.bind(f"/proc/self/fd/{(folder := os.open(path.parent, os.O_RDONLY))}/{path.name}")
+                os.close(folder)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "directory":
+            path.mkdir()
+        case "huge":
+            path.touch()
+            os.truncate(path, 2**40)
+        case "nothing":
+            path.touch()
+        case "letters":
+            path.write_bytes(b"\xff\xfe\x80" * 100)
+        case "loop":
+            path.symlink_to(path.name)
+
+
 def verdict_of(case: Case, ended: Ended, place: Path, whole: str, allowed_s: float) -> str:
     """One of `FAULTS`, or what is right: ``message``, ``success`` or ``at work``."""
     said = ended.said
     if "Traceback (most recent call last)" in said or "Exception ignored" in said:
         return "traceback"
-    if (
-        ended.killed
-        or (not ended.interrupted and ended.seconds > allowed_s)
-        or (ended.interrupted and not AT_WORK.search(said))
-    ):
+    if any(letter in said for letter in "\x1b\x07\x9b\u202e"):
+        return "an escape sequence"
+    if ended.killed or (ended.seconds > allowed_s and not AT_WORK.search(said)):
         return "over 10 s"
     if ended.interrupted:
         return "at work"
     if ended.status == 0:
-        return "success" if is_right(case, place, whole) else "a success that is wrong"
+        return "success" if not case.refused and is_right(case, place, whole) else "a success that is wrong"
     messages = re.findall(r"^(?:error: |Error: |Usage: )(.*)", said, re.MULTILINE | re.IGNORECASE)
     if ended.status < 0 or not messages:
         return "verify says no" if case.arguments[0] == "verify" and ended.status == 1 else "ended without a word"
@@ -165,9 +199,28 @@ def report(results: Results, found: list[Judged]) -> None:
     results.bar("inputs", len(found), f">= {len(found)}")
 
 
+def report_calls(results: Results, found: list[Called]) -> None:
+    counts = Counter(each.fault or "refused" for each in found)
+    results.row("calls of Python", cases=len(found), **dict(counts))
+    for each in found:
+        if each.fault:
+            results.row(f"fault: {each.fault}", call=f"{each.call}({each.argument}={each.value})", said=each.said)
+    results.bar(
+        "calls with a wrong argument that are no clear refusal", sum(bool(each.fault) for each in found), "<= 0"
+    )
+
+
+def called() -> list[Called]:
+    """All calls of Python, one after the other, in a process of their own."""
+    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):
+        return list(bad_calls())
+
+
 def shown(each: Judged) -> dict[str, Any]:
     """What one needs to see it again."""
-    files = {name: "removed" if text is None else repr(text)[:300] for name, text in each.case.files.items()}
+    files = {
+        name: "removed" if text is None else repr(text)[:300] for name, text in each.case.files.items()
+    } | each.case.odd
     return {
         "command": " ".join(word if len(word) < 200 else f"{word[:200]}..." for word in each.case.arguments),
         "files": str(files), "variables": str(each.case.variables), "status": each.ended.status,

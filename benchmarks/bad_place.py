@@ -40,13 +40,16 @@ CLUSTER: dict[str, Any] = {"name": "one", "nodes": [{"name": "here", "devices": 
 FLEET: dict[str, Any] = yaml.safe_load("""
 name: lab
 prices: {T4: 0.35}
-kinds: {own: {backend: cuda, peak_tflops: {bf16: 100}, memory: 16 GB, memory_bandwidth: 1 TB/s, link_bandwidth: 50 GB/s, watts: 300}}
+kinds:
+  own: {backend: cuda, peak_tflops: {fp32: 50, bf16: 100}, memory: 16 GB, memory_bandwidth: 1 TB/s, link_bandwidth: 50 GB/s, watts: 300}
 regions:
   - name: us
     link: {bandwidth: 5 Gb/s, latency: 1 ms}
     zones:
-      - {name: a, link: {bandwidth: 10 Gb/s, latency: 50 us}, nodes: [{name: t, count: 4, kind: T4, devices_per_node: 4, usd_per_hour: 2}]}
-      - {name: b, nodes: [{kind: own, devices_per_node: 8, memory: 8 GB, spot: true, watts: 200}]}
+      - name: a
+        link: {bandwidth: 10 Gb/s, latency: 50 us}
+        nodes: [{name: t, count: 4, kind: T4, devices_per_node: 4, usd_per_hour: 2, link: {bandwidth: 16 GB/s, latency: 10 us}}]
+      - {name: b, nodes: [{kind: own, devices_per_node: 8, memory: 8 GB, spot: true, watts: 200, usd_per_hour: 8}]}
 links:
   - {between: regions, bandwidth: 1 Gb/s, latency: 30 ms, usd_per_gb: 0.02}
 """)

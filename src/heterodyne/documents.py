@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeAlias, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from heterodyne.errors import FileError
+from heterodyne.text_files import read_text
 from heterodyne.yaml_text import Location, YamlFaultError, parse_yaml
 
 __all__ = ["Location", "Section", "Whole", "read_yaml", "validate"]
@@ -51,17 +52,13 @@ def _kinds(annotation: Any) -> set[Any]:
     return {kind for each in inner for kind in _kinds(each)}
 
 
-def read_yaml(path: Path, error: type[FileError]) -> tuple[Any, dict[Location, int]]:
+def read_yaml(path: Path | str, error: type[FileError]) -> tuple[Any, dict[Location, int]]:
     """The content of a YAML file, and the line of each key and item in it. Raises ``error``."""
     try:
-        with path.open("rb") as file:
-            raw = file.read(_MOST_BYTES + 1)
-        text = raw.decode("utf-8")
+        text = read_text(path, most_bytes=_MOST_BYTES)
     except (OSError, UnicodeDecodeError) as failure:
         reason = failure.strerror if isinstance(failure, OSError) else "it is not UTF-8 text"
         raise error(f"cannot be read: {reason}", path=str(path)) from failure
-    if len(raw) > _MOST_BYTES:
-        raise error(f"has more than {_MOST_BYTES:,} bytes, so it is no file that a person wrote", path=str(path))
     try:
         content, lines = parse_yaml(text)
     except YamlFaultError as failure:

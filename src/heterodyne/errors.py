@@ -24,6 +24,8 @@ and shows no traceback: a traceback means a defect of ours.
 
 from __future__ import annotations
 
+from heterodyne.printable import printable
+
 __all__ = [
     "CaptureError",
     "CheckpointError",
@@ -48,10 +50,14 @@ __all__ = [
 class HeterodyneError(Exception):
     """The root: whatever goes wrong on purpose can be caught by this one name.
 
-    ``shared`` is true of an error that is raised on every rank alike, so that telling it once is enough.
+    ``shared`` is true of an error that is raised on every rank alike, so that telling it once is enough. A message may quote a file of
+    somebody else's, so it is made `printable`.
     """
 
     shared: bool = False
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(printable(each) if isinstance(each, str) else each for each in arguments))
 
 
 class UnitError(HeterodyneError, ValueError):
@@ -100,7 +106,7 @@ class NoGraphError(CaptureError):
     """
 
     def __init__(self, message: str, *, reason: str = "") -> None:
-        self.reason = reason
+        self.reason = printable(reason)
         super().__init__(message)
 
 

@@ -15,8 +15,10 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BeforeValidator, Field, model_validator
 
+from heterodyne.arguments import checked_arguments
 from heterodyne.documents import Section, Whole, read_yaml, validate
 from heterodyne.errors import JobError
+from heterodyne.secret_names import without_secrets
 from heterodyne.tracker_options import TrackerList, TrackerOptions, tracker_options
 from heterodyne.units import parse_bytes
 from heterodyne.yaml_text import YamlFaultError, parse_yaml
@@ -300,7 +302,8 @@ class Job(Section):
     relative_to: str | None = None
 
     @classmethod
-    def load(cls, path: Path, overrides: tuple[str, ...] = ()) -> Job:
+    @checked_arguments
+    def load(cls, path: Path | str, overrides: tuple[str, ...] = ()) -> Job:
         """Read a job file and apply ``section.field=value`` overrides (values are YAML). Raises JobError with the line."""
         content, lines = read_yaml(path, JobError)
         if not isinstance(content, dict):
@@ -366,7 +369,7 @@ def decisive(fields: Mapping[str, Any]) -> dict[str, Any]:
         optimizer.pop("schedule_steps", None)
     elif steps is not None:
         optimizer.setdefault("schedule_steps", steps)
-    return kept
+    return dict(without_secrets(kept))
 
 
 _DECISIVE = ("model", "data", "training", "optimizer")
@@ -384,6 +387,10 @@ def _override(content: dict[str, Any], override: str) -> tuple[str, ...]:
     section, *path = key.split(".")
     if not equals or not path:
         raise JobError(f"--set {override}: write section.field=value, for example --set training.steps=50")
+    if not text.strip():
+        raise JobError(
+            f"--set {override}: there is no value; write {key}=null to set none, or {key}=\"''\" for an empty text"
+        )
     try:
         value, _ = parse_yaml(text)
     except YamlFaultError as error:

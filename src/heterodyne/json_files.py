@@ -13,6 +13,8 @@ from typing import Annotated, Any, Final, TypeAlias, TypeVar, cast
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from heterodyne.text_files import read_text
+
 __all__ = ["EXACT", "Count", "Seconds", "checked", "parse_json", "read_json", "readable_json"]
 
 T = TypeVar("T")
@@ -26,13 +28,9 @@ Count: TypeAlias = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Seconds: TypeAlias = Annotated[float, Field(ge=0)]
 
 
-def read_json(path: Path, most_bytes: int = MOST_BYTES) -> Any:
-    """The content of a file. Raises OSError, and ValueError for what is no JSON or larger than ``most_bytes``."""
-    with path.open("rb") as file:
-        content = file.read(most_bytes + 1)
-    if len(content) > most_bytes:
-        raise ValueError(f"it has more than {most_bytes:,} bytes")
-    return parse_json(content.decode("utf-8"))
+def read_json(path: Path | str, most_bytes: int = MOST_BYTES) -> Any:
+    """The content of a file. Raises OSError, also for more than ``most_bytes``, and ValueError for what is no JSON."""
+    return parse_json(read_text(path, most_bytes=most_bytes))
 
 
 def parse_json(text: str) -> Any:

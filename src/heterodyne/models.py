@@ -24,8 +24,11 @@ from heterodyne.factories import call_factory, named_function
 from heterodyne.job import ModelSection
 from heterodyne.json_files import read_json
 from heterodyne.stored_weights import StoredWeights, parameters_on_meta
+from heterodyne.text_files import require_regular_in
 
 __all__ = ["build", "build_count", "build_stored"]
+
+_MOST_LAYERS = 10_000
 
 
 def build(section: ModelSection, *, base: Path, device: Literal["cpu", "meta"] = "cpu", seed: int = 0) -> nn.Module:
@@ -61,6 +64,7 @@ def build_stored(section: ModelSection, *, base: Path) -> tuple[nn.Module, Store
     path = base / section.directory
     transformers = _transformers()
     configuration = _configuration(transformers, _read_configuration(path / "config.json"))
+    _require_regular_in(path)
     if not sorted(path.glob("*.safetensors")):
         return None
     with _random_state(0), torch.device("cpu"), parameters_on_meta():
@@ -128,6 +132,7 @@ def _from_configuration(source: Mapping[str, Any] | str, auto_class: str, base: 
 def _from_directory(path: Path, auto_class: str, device: str) -> nn.Module:
     transformers = _transformers()
     fields = _read_configuration(path / "config.json")
+    _require_regular_in(path)
     if not sorted(path.glob("*.safetensors")):
         raise JobError(
             f"model.directory: {path} has no *.safetensors; save the model with save_pretrained, or start from model.huggingface"
@@ -182,17 +187,23 @@ def _configuration(transformers: Any, fields: Mapping[str, Any]) -> Any:
         raise JobError(
             f"model.huggingface: Transformers {transformers.__version__} knows no model_type {model_type!r}"
         ) from error
-    except (TypeError, _configuration_error()) as error:
-        raise JobError(f"model.huggingface: {model_type}: {error}") from error
+    except Exception as error:  # its classes raise anything for fields that they do not expect
+        raise JobError(f"model.huggingface: {model_type}: {type(error).__name__}: {error}") from error
+    layers = getattr(configuration, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise JobError(
+            f"model.huggingface: {model_type}: {layers:,} layers are more than {_MOST_LAYERS:,}, which takes hours to build"
+        )
     # The cache of keys and values is for generating text; in training it costs memory and gives nothing.
     configuration.use_cache = False
     return configuration
 
 
-def _configuration_error() -> type[Exception]:
-    """What Transformers raises for a field of the wrong type or a combination that makes no model."""
-    error: type[Exception] = importlib.import_module("huggingface_hub.errors").StrictDataclassError
-    return error
+def _require_regular_in(path: Path) -> None:
+    try:
+        require_regular_in(path)
+    except OSError as error:
+        raise JobError(f"model.directory: {error.filename or path} cannot be read: {error.strerror}") from error
 
 
 def _auto_class(transformers: Any, name: str) -> Any:
@@ -205,8 +216,10 @@ def _auto_class(transformers: Any, name: str) -> Any:
 def _build(make: Callable[[], Any], auto_class: str) -> nn.Module:
     try:
         model = make()
-    except (ValueError, TypeError, OSError) as error:
-        reason = str(error).partition("\n")[0]  # the rest lists every configuration that the class knows
+    except Exception as error:  # its classes raise anything for files and fields that they do not expect
+        reason = (
+            str(error).partition("\n")[0] or type(error).__name__
+        )  # the rest lists every configuration that the class knows
         raise JobError(f"model: {auto_class} cannot build it: {reason}") from error
     assert isinstance(model, nn.Module)
     return model

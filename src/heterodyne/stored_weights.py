@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from heterodyne.errors import JobError
 from heterodyne.json_files import read_json
+from heterodyne.text_files import require_regular
 
 __all__ = ["StoredWeights", "parameters_on_meta"]
 
@@ -56,6 +57,7 @@ class StoredWeights:
         stored = self._names[name]
         path = self._files[stored]
         try:
+            require_regular(path)
             with safe_open(path, framework="pt") as file:
                 part = file.get_slice(stored)
                 ranges = [slice(0, size) for size in part.get_shape()]
@@ -73,6 +75,7 @@ def _files(directory: Path) -> dict[str, Path]:
         if (directory / _INDEX).exists():
             content = read_json(directory / _INDEX)
             return {name: directory / Path(file).name for name, file in content["weight_map"].items()}
+        require_regular(directory / _ONE_FILE)
         with safe_open(directory / _ONE_FILE, framework="pt") as file:
             return dict.fromkeys(file.keys(), directory / _ONE_FILE)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -83,6 +86,7 @@ def _shapes(files: Mapping[str, Path]) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for path in dict.fromkeys(files.values()):
         try:
+            require_regular(path)
             with safe_open(path, framework="pt") as file:
                 found |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # it is no mapping
         except (OSError, SafetensorError) as error:

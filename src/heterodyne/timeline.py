@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from heterodyne.arguments import checked_arguments
 from heterodyne.errors import HeterodyneError
 from heterodyne.json_files import EXACT, Count, checked, parse_json
 from heterodyne.text_files import read_text, replacing
@@ -107,9 +108,13 @@ class Timeline:
             file.writelines(json.dumps(asdict(event)) + "\n" for event in self.events)
 
     @classmethod
-    def load(cls, path: Path) -> Timeline:
+    @checked_arguments
+    def load(cls, path: Path | str) -> Timeline:
         """Read what `save` wrote; a last line that was cut short is left out. Raises HeterodyneError."""
-        lines = read_text(path, most_bytes=2**30).splitlines()
+        try:
+            lines = read_text(path, most_bytes=2**30).splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise HeterodyneError(f"{path}: the timeline cannot be read ({error})") from error
         try:
             header = checked(_Header, parse_json(lines[0]))
         except (IndexError, ValueError) as error:

@@ -6,6 +6,7 @@ each of them is a fault with a line.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, Final, TypeAlias
 
@@ -18,6 +19,7 @@ Location: TypeAlias = tuple[str | int, ...]
 _MOST_VALUES: Final = 200_000
 _DEEPEST: Final = 64
 _SHOWN: Final = 40
+_OTHER_BASE: Final = re.compile(r"[-+]?(0[0-7_]*[0-7]|[0-9_]+(:[0-5]?[0-9])+(\.[0-9_]*)?)")
 
 
 class YamlFaultError(ValueError):
@@ -32,13 +34,19 @@ class _Loader(yaml.SafeLoader):
     """PyYAML's constructors raise what Python's int, float and date raise; here that names the value."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        kind = node.tag.rpartition(":")[2]
+        if kind in ("int", "float") and _OTHER_BASE.fullmatch(str(node.value)):
+            raise YamlFaultError(
+                f"{node.value} is a number to the base of {60 if ':' in node.value else 8} in YAML: write it in tens, or as a text",
+                node.start_mark.line + 1,
+            )
         try:
             return super().construct_object(node, deep)
         except yaml.YAMLError:
             raise
-        except (ValueError, KeyError, AttributeError, TypeError, OverflowError) as error:
+        except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
             shown = str(node.value) if len(str(node.value)) <= _SHOWN else f"{str(node.value)[:_SHOWN]}..."
-            raise YamlFaultError(f"{shown!r} is no {node.tag.rpartition(':')[2]}", node.start_mark.line + 1) from error
+            raise YamlFaultError(f"{shown!r} is no {kind}", node.start_mark.line + 1) from error
 
 
 def parse_yaml(text: str) -> tuple[Any, dict[Location, int]]:

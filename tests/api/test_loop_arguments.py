@@ -46,7 +46,7 @@ def test_an_argument_that_cannot_be_is_told(arguments: dict[str, Any], told: str
 
 
 def test_all_of_them_are_told_at_once() -> None:
-    with pytest.raises(HeterodyneError, match=r"(?s)precision.*micro_batch_sizes.*seed"):
+    with pytest.raises(HeterodyneError, match=r"(?s)micro_batch_sizes.*precision.*seed"):
         hd.distribute(MODEL, BATCH, precision="fp8", micro_batch_sizes=4, seed="a")  # type: ignore[arg-type]
 
 
@@ -96,3 +96,65 @@ def test_batches_get_names_and_are_given_back_as_they_were() -> None:
         format.named((BATCH, BATCH))
     mapping = batch_format(Two(), {"left": BATCH, "right": BATCH}, has_loss=False)
     assert mapping.as_given({"left": BATCH}) == {"left": BATCH}
+
+
+class Nothing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 0))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return (input @ self.weight).sum()
+
+
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.inner(input).square().mean()
+
+
+def _first_alone(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([next(iter(parameters))], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: hd.capture(None, (BATCH,)), "model is None; it is an nn.Module"),  # type: ignore[arg-type]
+        (lambda: hd.capture(MODEL, 3), "the example batch is a int"),  # type: ignore[arg-type]
+        (lambda: hd.capture(Nothing(), (BATCH,)), r"the weight 'weight' of Nothing is \[3, 0\], so it holds nothing"),
+        (lambda: hd.distribute(MODEL, BATCH, callbacks=[3]), "in it is 3, which is none: derive it from hd.Callback"),  # type: ignore[list-item]
+        (lambda: hd.distribute(MODEL, BATCH, callbacks=[hd.Callback]), r"make one of it: Callback\(\)"),  # type: ignore[list-item]
+        (lambda: hd.distribute(MODEL, (BATCH, BATCH), loss=nn.MSELoss(), loss_inputs=("y",)), "the batch is no mapping"),
+        (lambda: hd.distribute(Loss(), BATCH, optimizer=_first_alone, check_s=0), "leaves out 3 of the 4 parameters"),
+        (lambda: hd.batches([1], global_batch_size=2, workers=10**6), "workers is 1000000; it is a whole number from 0 to 1,024"),
+        (lambda: hd.batches("text", global_batch_size=2), "a str is no data"),
+        (lambda: hd.Plan.load(3), "Plan.load cannot take these arguments"),  # type: ignore[arg-type]
+        (lambda: hd.Plan.load("nowhere"), "nowhere: cannot be read"),
+    ],
+    ids=range(11),
+)  # fmt: skip
+def test_a_call_that_cannot_be_is_refused(call: Any, told: str) -> None:
+    with pytest.raises(HeterodyneError, match=told):
+        call()
+
+
+def test_a_trainer_checks_what_it_is_given(tmp_path: Any) -> None:
+    with hd.distribute(Loss(), BATCH, measure_s=0.1, rehearsal_s=0, check_s=0) as trainer:
+        before = trainer.state_dict()
+        for call, told in (
+            (lambda: trainer.validate([BATCH], metrics={"a": 3}), "'a' in it is 3"),  # type: ignore[dict-item]
+            (lambda: trainer.load_state_dict(None), "state is None"),  # type: ignore[arg-type]
+            (lambda: trainer.load_state_dict({}), "it is a state that this run cannot take"),
+            (lambda: trainer.load_checkpoint(tmp_path / "nowhere"), "there is no directory"),
+            (lambda: trainer.save_checkpoint(tmp_path / "kept", keep=0), "keep is 0"),
+            (lambda: trainer.predict(torch.zeros(2)), "it has 2 dims in the example"),
+        ):
+            with pytest.raises(HeterodyneError, match=told):
+                call()
+        assert trainer.load_checkpoint(tmp_path) is None
+        after = trainer.state_dict()
+        assert all(torch.equal(after["model"][name], tensor) for name, tensor in before["model"].items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = make_place(tmp_path_factory.mktemp("bad")).path
     for name, text in FILES.items():
         (path / name).write_text(text)
+    os.mkfifo(path / "pipe")
+    (path / "tokenizer").mkdir()
+    (path / "tokenizer" / "tokenizer.json").write_text("[]")
     (path / "holds").mkdir()
     (path / "holds" / "something").touch()
     return path
@@ -104,8 +108,16 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ("emulate", "--speeds", "0.5", "--", "python", "-m", "torch.distributed.run", "x.py"),
             "starts workers itself",
         ),
+        (("emulate", "--speeds", ",".join(["0.1"] * 100_000), "--", "true"), "100,000 speeds are as many workers"),
+        (("train", "pipe"), "pipe: cannot be read: it is a pipe (FIFO), and no regular file"),
+        ((*TRAIN, "--set", "data.text=pipe"), "pipe cannot be read (it is a pipe (FIFO)"),
+        ((*TRAIN, "--set", "data.text="), "--set data.text=: there is no value; write data.text=null"),
+        ((*TRAIN, "--set", "data.text=['']"), "data.text names nothing, or an empty path"),
+        ((*TRAIN, "--set", "training.steps=1:30"), "1:30 is a number to the base of 60 in YAML"),
+        ((*TRAIN, "--set", "data.tokenizer=tokenizer"), "data.tokenizer: the tokenizer in tokenizer cannot be loaded"),
+        (("train", "a\x1b[31m.yaml"), "the argument a\\x1b[31m.yaml has control characters"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+    ids=lambda value: " ".join(value)[:80] if isinstance(value, tuple) else "",
 )
 def test_it_is_told(arguments: tuple[str, ...], told: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = files_in(place)
@@ -171,3 +183,18 @@ def test_a_terminal_of_no_possible_width_stops_nothing(
     monkeypatch.setenv("COLUMNS", columns)
     assert main(["devices", "--cluster", "small.yaml"]) == 0
     assert "a/cpu:0" in capsys.readouterr().out
+
+
+def test_code_that_a_run_of_others_names_is_not_run_unasked(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = place / "strange"
+    run.mkdir()
+    (run / "job.yaml").write_text("model: {factory: 'evil.py:build'}\n")
+    (run / "evil.py").write_text("from pathlib import Path\nPath('ran').touch()\ndef build(): ...\n")
+    layout = {"kind": "replicate", "shares": [1]}
+    stage = {"ops": [0, 1], "devices": ["a"], "regions": [{"layout": layout}]}
+    plan = {"version": 2, "global_batch_size": 8, "pipelines": [{"micro_batches": "1x8", "stages": [stage]}]}
+    (run / "plan.json").write_text(json.dumps(plan))
+    run.chmod(0o777)
+    assert main(["simulate", "strange"]) == 2
+    assert "strange is somebody else's" in capsys.readouterr().err
+    assert not (place / "ran").exists()

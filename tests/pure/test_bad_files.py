@@ -200,7 +200,7 @@ def test_the_report_of_a_run_with_a_spoiled_file(
 
 @pytest.mark.parametrize("load", [Job.load, load_cluster, load_fleet, Plan.load, load_csv])
 def test_a_file_without_an_end_is_refused(load: Callable[[Path], object]) -> None:
-    with pytest.raises((HeterodyneError, OSError), match=r"has more than [0-9,]+ bytes"):
+    with pytest.raises((HeterodyneError, OSError), match=r"it is a device, and no regular file"):
         load(Path("/dev/zero"))
 
 

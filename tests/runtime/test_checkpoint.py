@@ -528,7 +528,7 @@ def test_a_state_that_nothing_can_take_is_named(written: Path, error: Exception)
     assert found is not None
     with (
         pytest.raises(CheckpointError, match=r"step-2 holds a state that this run cannot take \(.*moving it away"),
-        taken_from(found),
+        taken_from(f"{found.path} holds a state", "resume from an earlier one by moving it away"),
     ):
         raise error
 

@@ -6,7 +6,6 @@ pickles, and reading a pickle runs whatever its writer wanted.
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import zlib
@@ -17,10 +16,12 @@ import numpy as np
 import torch
 
 from heterodyne.errors import CheckpointError
+from heterodyne.json_files import read_json
 from heterodyne.runtime.checkpoint.checkpoints import PLAN, Checkpoints
 from heterodyne.runtime.checkpoint.manifest import MANIFEST
 from heterodyne.runtime.checkpoint.random_state import random_state
 from heterodyne.runtime.checkpoint.state_tree import graft
+from heterodyne.text_files import read_bytes, read_text
 
 __all__ = ["convert_checkpoint", "require_first_version"]
 
@@ -39,7 +40,7 @@ def convert_checkpoint(path: Path) -> Path:
         state = graft(entries[_SKELETON], tensors)
         ranks = {name.partition("/")[2]: value for name, value in entries.items() if name.startswith(f"{_RANDOM}/")}
         generators = {rank: _generators(old) for rank, old in ranks.items()}
-        step, identity, plan = manifest["step"], manifest["identity"], (path / PLAN).read_text(encoding="utf-8")
+        step, identity, plan = manifest["step"], manifest["identity"], read_text(path / PLAN)
     except Exception as error:  # reading objects raises whatever they want
         raise CheckpointError(
             f"{path} cannot be converted: it does not hold what an earlier release wrote ({type(error).__name__}: {error}); it is as it "
@@ -56,11 +57,11 @@ def require_first_version(path: Path) -> dict[str, Any]:
             f"{path} is no checkpoint: it has no {MANIFEST}; name a directory step-N of a run's checkpoints"
         )
     try:
-        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest: dict[str, Any] = read_json(path / MANIFEST)
         if manifest["version"] != 1:
             raise CheckpointError(f"{path} is of version {manifest['version']}, which needs no conversion")
         for name, file in manifest["files"].items():
-            if zlib.crc32((path / name).read_bytes()) != file["crc32"]:
+            if zlib.crc32(read_bytes(path / name, sys.maxsize - 1)) != file["crc32"]:
                 raise CheckpointError(f"{path} is no whole checkpoint: {name} has another content than was written")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is no checkpoint of version 1 ({error})") from error

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from heterodyne.api.loop.average import Average
-from heterodyne.api.loop.batches import BatchFormat, BatchLike, require_dtypes
+from heterodyne.api.loop.batches import BatchFormat, BatchLike, require_like_example
 from heterodyne.api.loop.callbacks import Callback
 from heterodyne.api.loop.calls import Calls
 from heterodyne.api.loop.names import Names
@@ -24,6 +24,7 @@ from heterodyne.api.loop.weights_back import WeightsAtEnd, gathered_weights
 from heterodyne.api.loop.whole_weights import WholeWeights
 from heterodyne.api.session import LONGEST_PHASE_S, Session
 from heterodyne.api.settings import Prepared
+from heterodyne.arguments import checked_arguments
 from heterodyne.cluster.profile import Profile
 from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.graph.ir import ModelGraph
@@ -130,10 +131,10 @@ class Distributed:
         """Also those before a checkpoint that was loaded."""
         return self._worker.steps_done
 
-    def _named(self, batch: BatchLike) -> Mapping[str, Tensor] | BatchSource:
-        named = self._format.named(batch)
+    def _named(self, batch: BatchLike, *, without_target: bool = False) -> Mapping[str, Tensor] | BatchSource:
+        named = self._format.named(batch, without_target=without_target)
         if not isinstance(named, BatchSource):
-            require_dtypes(named, self.graph)
+            require_like_example(named, self.graph)
         return named
 
     def step(self, batch: BatchLike) -> StepResult:
@@ -168,6 +169,7 @@ class Distributed:
         with self._calls.named("evaluate()"):
             return self._worker.evaluate(self._named(batch))
 
+    @checked_arguments
     def validate(self, batches: Iterable[BatchLike], metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
         """``loss`` and each metric over all samples of the batches, which may have any sizes; the same on every rank.
 
@@ -184,6 +186,7 @@ class Distributed:
         self._tell(lambda callback: callback.on_evaluate(self, found))
         return found
 
+    @checked_arguments
     def predict(self, batch: BatchLike, *, on: Literal["all", "rank0"] = "all") -> Any:
         """What the model returns for the samples of a batch, in eval mode: tensors on the host, the samples in order.
 
@@ -193,9 +196,10 @@ class Distributed:
         Raises DataError if the model returns its loss alone.
         """
         with self._calls.named("predict()"):
-            named = self._format.named(batch, without_target=True)
+            named = self._named(batch, without_target=True)
             return gathered_outputs(list(self._predictor.parts(named)), self._session.communicator, on)
 
+    @checked_arguments
     def loss_weights(self, parts: Sequence[Mapping[str, Tensor]]) -> list[float]:
         """By what the losses of the parts of a batch are multiplied to be, together, the loss of the batch; each part by name."""
         count, buffers = self._worker.loss_count, dict(self._worker.module.named_buffers())
@@ -214,6 +218,7 @@ class Distributed:
                 return None
             return self._names.own_model({name: tensor.cpu() for name, tensor in tensors.items()})
 
+    @checked_arguments
     @contextmanager
     def whole_weights(self, *names: str) -> Iterator[nn.Module]:
         """Bring all parameters and buffers together in the model of every rank while the block runs; in host memory if the plan cuts it.
@@ -241,6 +246,7 @@ class Distributed:
             loan.give_back()
             self._predictor.forget()
 
+    @checked_arguments
     def average(self, decay: float = 0.999) -> Average:
         """Keep an exponential moving average of the parameters from now on: ``decay * average + (1 - decay) * weights`` after each step
         that updates them, beginning with the weights as they are.
@@ -248,8 +254,6 @@ class Distributed:
         Each rank averages what it updates, fp32 masters where there are any; buffers are not averaged. States and checkpoints have all
         averages of a trainer, in the order in which they were made; one that was loaded before goes on when it is asked for.
         """
-        if not 0 <= decay <= 1:
-            raise HeterodyneError(f"the decay of an average is a number from 0 to 1, not {decay}")
         with self._calls.named("average()"):
             kept = self._worker.average(decay)
         return Average(self, self._calls, lambda: self._with_average(kept), self._whole_model)
@@ -280,12 +284,17 @@ class Distributed:
             of_all = self._session.communicator.all_gather_object(own)
             return [next(filter(None, of_group), {}) for of_group in zip(*of_all, strict=True)]
 
+    @checked_arguments
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`. Raises CheckpointError."""
-        with self._calls.named("load_state_dict()"):
+        with (
+            self._calls.named("load_state_dict()"),
+            taken_from("it is a state", "pass what state_dict() returned, of this model"),
+        ):
             self._worker.load_state_dict(self._names.captured_state(state))
             self._predictor.forget()
 
+    @checked_arguments
     def save_pretrained(self, path: Path | str) -> Path:
         """Write the weights into a directory: a Transformers model by its own ``save_pretrained``, others as ``model.safetensors``.
 
@@ -297,6 +306,7 @@ class Distributed:
         self._tell(lambda callback: callback.on_save(self, written))
         return written
 
+    @checked_arguments
     def save_checkpoint(
         self, directory: Path | str | None = None, *, extra: Mapping[str, Any] | None = None, keep: int = 2
     ) -> Path:
@@ -322,18 +332,21 @@ class Distributed:
         self._tell(lambda callback: callback.on_save(self, path))
         return path
 
+    @checked_arguments
     def load_checkpoint(self, directory: Path | str | None = None) -> dict[str, Any] | None:
         """Go on from the newest whole checkpoint, also one that was written under another plan or by other ranks.
 
-        Returns its ``extra``, empty if it had none; None if there is no checkpoint yet. Raises CheckpointError.
+        Returns its ``extra``, empty if it had none; None if there is no checkpoint yet. Raises CheckpointError, also for a ``directory``
+        that is not there.
         """
+        self._session.agreement.only_on_rank0(lambda: _require_there(directory))
         with self._calls.named("load_checkpoint()"), self.phase("reading a checkpoint"):
             checkpoints = self._checkpoints(directory, 2)
             found = checkpoints.latest()
             if found is None:
                 return None
             restored = checkpoints.load(found, identity=self._identity, wanted=self._needs)
-            with taken_from(found):
+            with taken_from(f"{found.path} holds a state", "resume from an earlier one by moving it away"):
                 self._worker.load_state_dict(self._names.captured_state(restored.state))
                 if restored.random is not None:
                     restore_random_state(restored.random)
@@ -342,6 +355,7 @@ class Distributed:
         self._session.say(f"going on after step {self.steps_done} from {found.path}")
         return self.extra
 
+    @checked_arguments
     def phase(self, words: str, limit_s: float = LONGEST_PHASE_S) -> AbstractContextManager[Any]:
         """A context manager around long work of one rank between two calls, such as an upload. The other ranks wait for it in their next
         call, for up to ``limit_s`` seconds, and do not take it for stuck. It is not collective.
@@ -434,3 +448,11 @@ class Distributed:
     @property
     def _device_ids(self) -> list[str]:
         return [device.id for device in self._session.cluster.devices]
+
+
+def _require_there(directory: Path | str | None) -> None:
+    if directory is not None and not Path(directory).is_dir():
+        raise CheckpointError(
+            f"load_checkpoint: there is no directory {directory}; correct the path. For a first run, which has no checkpoint yet, make it "
+            "before: Path(...).mkdir(parents=True, exist_ok=True)"
+        )

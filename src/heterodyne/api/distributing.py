@@ -16,7 +16,7 @@ from heterodyne.api.capturing import capture_everywhere
 from heterodyne.api.compiled import uncompiled, with_compiled
 from heterodyne.api.distributed import Distributed
 from heterodyne.api.learned_memory import as_learned
-from heterodyne.api.loop.arguments import chosen_optimizer, require_sound, wanted_plan
+from heterodyne.api.loop.arguments import chosen_optimizer, require_sound_together, wanted_plan
 from heterodyne.api.loop.batches import BatchLike, batch_format
 from heterodyne.api.loop.callbacks import Callback
 from heterodyne.api.loop.model_with_loss import LossFunction, with_loss
@@ -32,6 +32,7 @@ from heterodyne.api.rank_worker import make_worker
 from heterodyne.api.script_end import left_with_script
 from heterodyne.api.session import Session, open_session
 from heterodyne.api.settings import Settings
+from heterodyne.arguments import checked_arguments
 from heterodyne.around_model import unchanged_around
 from heterodyne.cluster.profile import Profile
 from heterodyne.frontend.opaque import CountGiven
@@ -48,6 +49,7 @@ from heterodyne.tracker_options import tracker_options
 __all__ = ["distribute"]
 
 
+@checked_arguments
 def distribute(
     model: nn.Module,
     example_batch: BatchLike,
@@ -121,7 +123,7 @@ def distribute(
 
     Raises HeterodyneError for arguments that cannot be, DataError, CaptureError, VerifyError, MeasureError, InfeasibleError or PlanError.
     """
-    require_sound(locals())
+    require_sound_together(locals())
     chosen = chosen_optimizer(optimizer, total_steps)
     section = chosen if isinstance(chosen, OptimizerSection) else OptimizerSection()
     strategy, given = wanted_plan(plan)
@@ -167,7 +169,12 @@ def distribute(
             reach=reach_of_section(section)
             if factory is None
             # Nothing here holds on to the parameters: those that the plan has elsewhere go when the worker is made.
-            else reach_everywhere(here, factory, trainable_parameters(module, captured.graph)),
+            else reach_everywhere(
+                here,
+                factory,
+                trainable_parameters(module, captured.graph),
+                of_some=getattr(chosen, "of_some", False),
+            ),
         )
         with told_with_shortages(shortages):
             prepared = prepare(

@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from heterodyne.arguments import checked_arguments
 from heterodyne.errors import CheckpointError, DataError
-from heterodyne.runtime.checkpoint.checkpoints import OTHER_DATA
+from heterodyne.runtime.checkpoint.checkpoints import OTHER_DATA, taken_from
 from heterodyne.runtime.checkpoint.manifest import differences
 from heterodyne.runtime.data.dataset import DatasetSource, is_map_style
 from heterodyne.runtime.data.packing import PackedRows
@@ -44,6 +45,7 @@ class Batches:
             raise TypeError("these batches go on for ever: give a number of epochs, or stop the loop by yourself")
         return self._last
 
+    @checked_arguments
     def example(self, samples: int = 4) -> Mapping[str, Tensor]:
         """The first samples of the run, to be given to `heterodyne.distribute`. Raises DataError if they are no mapping."""
         source = self._source
@@ -69,18 +71,25 @@ class Batches:
         kept = self._source.state_dict()
         return state if kept is None else {**state, "stream": kept}
 
+    @checked_arguments
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, on any number of ranks. Raises CheckpointError if it is of other data, or of another seed."""
-        other = differences(state["identity"], self._source.identity)
+        with taken_from("it is a state of batches", "pass what state_dict() returned"):
+            steps, identity, stream = int(state["steps"]), dict(state["identity"]), state.get("stream")
+            if not 0 <= steps < 2**53:
+                raise ValueError("a number of steps that nobody has made")
+        other = differences(identity, self._source.identity)
         if other:
             raise CheckpointError(
                 f"these batches were made of other data ({'; '.join(other)}); {OTHER_DATA}, and its seed"
             )
-        self._step = int(state["steps"])
-        if "stream" in state:
-            self._source.load_state_dict(state["stream"])
+        if stream is not None:
+            with taken_from("it is a state of a stream", "pass what state_dict() returned"):
+                self._source.load_state_dict(stream)
+        self._step = steps
 
 
+@checked_arguments
 def batches(
     dataset: Any,
     *,
@@ -129,17 +138,10 @@ def batches(
 
     Raises DataError for data that is empty or cannot be taken so.
     """
-    for name, value, least in (
-        ("global_batch_size", global_batch_size, 1),
-        ("workers", workers, 0),
-        ("prefetch", prefetch, 1),
-    ):
-        if value < least:
-            raise DataError(f"{name} is {value}: it is a whole number from {least} on")
     if collate is not None and pad_to is not None:
         raise DataError("give collate or pad_to, not both: a collator pads by itself")
     chosen = collate or (default_collate if pad_to is None else PadTo(pad_to))
-    if is_map_style(dataset):
+    if is_map_style(dataset) and not isinstance(dataset, str | bytes):
         if pack_to is not None:
             dataset, lengths = PackedRows(dataset, pack_to, lengths), None
         source: DatasetSource | StreamSource = DatasetSource(
@@ -157,7 +159,7 @@ def batches(
         return Batches(source, epochs=epochs)
     if epochs is not None or lengths is not None:
         raise DataError("a stream has no number of samples: leave out epochs and lengths, and end the loop by yourself")
-    if not (hasattr(dataset, "__iter__") or callable(dataset)):
+    if isinstance(dataset, str | bytes) or not (hasattr(dataset, "__iter__") or callable(dataset)):
         raise DataError(
             f"a {type(dataset).__name__} is no data: give a dataset, an iterable, or a function that makes one"
         )

@@ -50,8 +50,7 @@ def data_of(job: Job, base: Path, cache: Path, *, say: Say) -> DataSource:
 def _tokens(job: Job, base: Path, cache: Path, say: Say) -> TextData:
     """Text that is one long row of tokens: bytes, tokens of a tokenizer, or a token file."""
     data = job.data
-    paths = data.text or data.jsonl or data.tokens
-    assert paths is not None, "a job has one kind of data"
+    paths: Paths = getattr(data, data.kind)
 
     def opened(paths: Paths) -> TokenFile:
         if data.kind == "tokens":
@@ -79,8 +78,7 @@ def _tokens(job: Job, base: Path, cache: Path, say: Say) -> TextData:
 def _documents(job: Job, base: Path) -> DatasetSource:
     """One document a sample, padded."""
     data = job.data
-    paths, directory = data.text or data.jsonl, _tokenizer(job, base)
-    assert paths is not None, "a job has one kind of data"
+    paths, directory = getattr(data, data.kind), _tokenizer(job, base)
     if directory is None:
         raise DataError("data.packing: false needs a tokenizer, which says what to pad with: set data.tokenizer")
     tokenizer = load_tokenizer(directory)

@@ -11,6 +11,7 @@ from heterodyne.cluster.fleet import Fleet
 from heterodyne.cluster.spec import Cluster
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.short import in_short
+from heterodyne.printable import printable
 from heterodyne.report import rows
 from heterodyne.report.plan_shares import has_pipelines
 from heterodyne.report.plan_tables import candidate_rows, fleet_rows, plan_rows
@@ -128,7 +129,7 @@ def show_result(
         show(candidate_rows(_candidates(rows), seq=seq, title=title))
     if result.families:
         show(candidate_rows(_candidates(result.families), title="The best of each kind of plan"))
-    sys.stdout.write("\n".join(result.words) + "\n\n")
+    sys.stdout.write(printable("\n".join(result.words)) + "\n\n")
     sys.stdout.flush()
 
 

@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 import torch
 
 from heterodyne.api.script_end import left_with_script
+from heterodyne.arguments import checked_arguments
 from heterodyne.cluster.file import load_cluster
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import ClusterError
 from heterodyne.measure.discover import discover_cluster
+from heterodyne.printable import printable
 from heterodyne.processes.heap import give_back_memory
 from heterodyne.processes.parent import end_with_launcher
 from heterodyne.runtime.comm.agreement import Agreement
@@ -67,7 +69,7 @@ class Session:
     def say(self, text: str) -> None:
         """A line for people, from rank 0."""
         if self.rank == 0:
-            sys.stderr.write(f"{text}\n")
+            sys.stderr.write(f"{printable(text)}\n")
             sys.stderr.flush()
 
     @contextmanager
@@ -99,9 +101,10 @@ class Session:
         return nullcontext() if self.watchdog is None else self.watchdog.phase(words, limit_s=limit_s)
 
 
+@checked_arguments
 @contextmanager
 def open_session(
-    cluster_file: Path | None = None, *, deterministic: bool = True, tf32: bool = False
+    cluster_file: Path | str | None = None, *, deterministic: bool = True, tf32: bool = False
 ) -> Iterator[Session]:
     """Connect this process with the other ranks of its launcher, or alone if there is none, while the block runs.
 
@@ -148,7 +151,7 @@ def open_session(
         yield Session(
             cluster=_without_leftovers(found)
             if cluster_file is None
-            else _as_described(load_cluster(cluster_file), found, cluster_file),
+            else _as_described(load_cluster(cluster_file), found, Path(cluster_file)),
             device=device,
             communicator=communicator,
             agreement=Agreement.of_all(key=key),

@@ -33,6 +33,7 @@ from heterodyne.json_files import read_json
 from heterodyne.plan.bind import bind
 from heterodyne.plan.diff import differences
 from heterodyne.plan.plan import Plan
+from heterodyne.printable import printable
 from heterodyne.processes.signals import orderly_stop
 from heterodyne.report.compare import compare
 from heterodyne.report.html import write_report
@@ -47,6 +48,7 @@ from heterodyne.runtime.records.run_lock import occupied
 from heterodyne.runtime.records.shortages import Shortage
 from heterodyne.runtime.trainer import Outcome, Trainer, identity_of
 from heterodyne.search.alternatives import result_of
+from heterodyne.secret_names import has_secrets
 from heterodyne.text_files import write_text
 
 __all__ = ["train_job"]
@@ -215,9 +217,9 @@ def _measured_here(profile: Profile, session: Session) -> bool:
 def _write_job(run: RunDirectory, job: Job, base: Path) -> None:
     """As it is planned and trained, with the directory in which its relative paths start."""
     kept = job.model_copy(update={"relative_to": str(base.resolve())})
-    text = yaml.safe_dump(kept.model_dump(mode="json", exclude_none=True), sort_keys=False)
+    content = kept.model_dump(mode="json", exclude_none=True)
     try:
-        write_text(run.job, text)
+        write_text(run.job, yaml.safe_dump(content, sort_keys=False), private=has_secrets(content))
     except OSError as error:
         raise HeterodyneError(
             f"{run.job} cannot be written ({error.strerror}); make the run directory writable"
@@ -294,4 +296,4 @@ def _summarise(run: RunDirectory, graph: ModelGraph, outcome: Outcome) -> None:
     loaded = load_run(run.path)
     comparison = compare(loaded)
     show(summary_rows(loaded, comparison), prediction_rows(comparison))
-    sys.stdout.write(f"report: {page}\n")
+    sys.stdout.write(f"report: {printable(str(page))}\n")

@@ -12,14 +12,11 @@ import psutil
 
 from heterodyne.cluster.file import load_cluster
 from heterodyne.errors import ClusterError
-from heterodyne.processes import WorkerSpec, launch_workers
+from heterodyne.processes import WorkerSpec, launch_workers, most_workers
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 from heterodyne.units import counted, format_bytes
 
 __all__ = ["command_of", "on_every_device", "run_workers", "workers_here"]
-
-_WORKERS_PER_CORE = 32
-_WORKER_BYTES = 2**27  # resident, once torch is loaded
 
 
 def on_every_device(arguments: Sequence[str], cluster_file: Path | None) -> int | None:
@@ -56,7 +53,7 @@ def workers_here(cluster_file: Path | None) -> int | None:
                 path=str(cluster_file),
             )
         count = len(cluster.devices)
-        if count > (most := _most_workers()):
+        if count > (most := most_workers()):
             raise ClusterError(
                 f"it has {counted(count, 'device')}, a worker each, and with {counted(os.cpu_count() or 1, 'core')} and "
                 f"{format_bytes(psutil.virtual_memory().total)} of memory this machine is given {most} at most: lower 'count', or start "
@@ -76,8 +73,3 @@ def command_of(arguments: Sequence[str]) -> tuple[str, ...]:
     """``heterodyne ARGUMENTS`` as a program and its arguments."""
     # -P: what lies in the current directory must not stand in for a library
     return (sys.executable, "-P", "-m", "heterodyne", *arguments)
-
-
-def _most_workers() -> int:
-    """More would only wait for each other, or for memory."""
-    return max(1, min(_WORKERS_PER_CORE * (os.cpu_count() or 1), psutil.virtual_memory().total // _WORKER_BYTES))

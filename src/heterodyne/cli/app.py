@@ -8,8 +8,11 @@ out of memory and the run is not to go on by itself; 130 Ctrl-C;
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import Final
 
 import typer
 
@@ -20,20 +23,33 @@ from heterodyne.errors import HeterodyneError
 
 __all__ = ["application", "run"]
 
+_CONTROL: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status; no exception leaves it but Ctrl-C and a defect of ours."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        _require_printable(given)
         # The arguments travel along, because a verb may start itself again once for each device.
         application()(args=given, obj=given)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 2
     except HeterodyneError as error:
         return tell(error)
-    except OSError as error:
-        return tell(of_the_system(error))
+    except (OSError, ImportError, MemoryError, RuntimeError) as error:
+        known = of_the_system(error)
+        if known is None:
+            raise
+        return tell(known)
     return 0
+
+
+def _require_printable(arguments: Sequence[str]) -> None:
+    """A usage error shows its argument. Raises HeterodyneError for control characters in one that is ours (``--`` ends those)."""
+    for argument in takewhile(lambda each: each != "--", arguments):
+        if _CONTROL.search(argument):
+            raise HeterodyneError(f"the argument {argument[:200]} has control characters: write it without them")
 
 
 def application() -> typer.Typer:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from heterodyne.errors import CheckpointError
+from heterodyne.printable import printable
 
 __all__ = ["command"]
 
@@ -32,4 +33,4 @@ def command(
         raise CheckpointError(
             f"{checkpoint} is read with Python's pickle, which runs whatever its writer put into it; if you trust the writer, say --trust"
         )
-    typer.echo(f"wrote {convert_checkpoint(checkpoint)}")
+    typer.echo(f"wrote {printable(str(convert_checkpoint(checkpoint)))}")

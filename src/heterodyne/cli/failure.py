@@ -12,6 +12,15 @@ from heterodyne.runtime.rendezvous.file_handles import TOO_MANY_OPEN
 
 __all__ = ["of_the_system", "tell"]
 
+# Of the loader of libraries, of threads, and of torch's allocator, which raise no MemoryError.
+_NO_MEMORY = (
+    "annot allocate memory",
+    "failed to map segment",
+    "can't start new thread",
+    "can't allocate memory",
+    "bad_alloc",
+)
+
 
 def tell(error: HeterodyneError) -> int:
     """Print the message, unless another worker does; the exit status, by which a launcher distinguishes cause from consequence.
@@ -32,8 +41,17 @@ def _number(variable: str) -> int:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
-def of_the_system(error: OSError) -> HeterodyneError:
-    """What the operating system refused (no room, no right to write), as an error for people: the system's own words and the file."""
+def of_the_system(error: Exception) -> HeterodyneError | None:
+    """What the operating system refused (no room, no right to write, no memory), as an error for people: the system's own words and the
+    file; None for anything else.
+    """
+    if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
+        said = str(error).partition("\n")[0] or "no more is given to this process"
+        return HeterodyneError(
+            f"there is not enough memory ({said}): end other programs, or raise the limit (ulimit -v, or that of the container)"
+        )
+    if not isinstance(error, OSError):
+        return None
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return HeterodyneError(f"too many files are open ({error.strerror}): {TOO_MANY_OPEN}")
     where = f"{error.filename}: " if error.filename else ""

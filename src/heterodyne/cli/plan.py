@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +13,7 @@ from heterodyne.cluster.fleet_file import load_fleet
 from heterodyne.cluster.profile import Profile
 from heterodyne.errors import HeterodyneError
 from heterodyne.job import Job
+from heterodyne.processes import to_standard_error
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 
 __all__ = ["command"]
@@ -97,6 +98,9 @@ def command(
 
     # Read before torch is loaded and workers are started, so that a mistake in a file is reported at once.
     wanted = Job.load(job, tuple(overrides or ()))
+    for option, number in (("--within", within), ("--budget", budget)):
+        if number is not None and not math.isfinite(number):
+            raise HeterodyneError(f"{option} {number}: write a finite number, or leave it out")
     measured = None if profile is None else Profile.load(profile)
     wishes = Wishes(
         objective=Objective(goal=objective, usd_per_hour=budget),
@@ -135,7 +139,7 @@ def command(
 
         assert cluster is not None
         return plan_on_paper(
-            wanted, wanted.base(job), cluster_file=cluster, out=out, wishes=wishes, say=partial(typer.echo, err=True)
+            wanted, wanted.base(job), cluster_file=cluster, out=out, wishes=wishes, say=to_standard_error
         )
     from heterodyne.api import on_every_device
 

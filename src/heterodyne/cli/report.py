@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from heterodyne.printable import printable
+
 __all__ = ["command"]
 
 
@@ -25,4 +27,4 @@ def command(
     from heterodyne.report.html import write_report
 
     page = write_report(run, out, reference_metrics=reference)
-    typer.echo(f"wrote {page}")
+    typer.echo(f"wrote {printable(str(page))}")

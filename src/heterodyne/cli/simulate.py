@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +18,7 @@ from heterodyne.cluster.written import cluster_from_json
 from heterodyne.errors import HeterodyneError
 from heterodyne.job import Job
 from heterodyne.plan.plan import Plan
+from heterodyne.printable import printable
 from heterodyne.text_files import read_text
 
 __all__ = ["command"]
@@ -39,17 +43,24 @@ def command(
         Path, typer.Option("--out", metavar="FILE", help="Where the timeline is written, its trace beside it.")
     ] = Path("timeline.jsonl"),
     overrides: SetOption = None,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="Run the code that the job of somebody else's run names, without asking.")
+    ] = False,
 ) -> int:
     """Play a plan, without running it.
 
     Print the time of a step, where each device spends it, and the memory it needs at its peak, and write the timeline. In the directory
-    of a run, its job, its cluster and its profile are taken where no others are named; with these known, no device is needed.
+    of a run, its job, its cluster and its profile are taken where no others are named; with these known, no device is needed. Before code
+    runs that the run of somebody else names, you are asked.
     """
     # Read before torch is loaded and workers are started, so that a mistake in a file is reported at once.
     file = plan / "plan.json" if plan.is_dir() else plan
     given = Plan.load(file)
+    named = job is not None
     job = job or _job_beside(file)
     wanted = Job.load(job, tuple(overrides or ()))
+    if not (named or trust):
+        _require_trust(job, wanted)
     described, measured = _known(file.parent, cluster, profile)
     if not out.parent.is_dir():
         raise HeterodyneError(
@@ -58,7 +69,7 @@ def command(
     from heterodyne.api import on_every_device
 
     if described is None or measured is None:
-        launched = on_every_device(context.obj, cluster)
+        launched = on_every_device([*context.obj, "--trust"], cluster)  # asked once
         if launched is not None:
             return launched
     from heterodyne.api import Simulated, simulate_job
@@ -75,6 +86,30 @@ def _job_beside(plan: Path) -> Path:
             f"{plan} is a plan without its model, and no job.yaml lies beside it: name the job with --job JOB.yaml"
         )
     return kept
+
+
+def _require_trust(job: Path, wanted: Job) -> None:
+    """Ask before code of another user runs, which a job names. Raises HeterodyneError where the answer is no, or there is no terminal."""
+    code = [
+        name for name in (wanted.model.factory, wanted.model.loss_count, wanted.data.dataset) if name and ":" in name
+    ]
+    base = wanted.base(job)
+    files = [base / place for name in code if (place := name.rpartition(":")[0]).endswith(".py")]
+    foreign = next((path for path in (job.parent, job, base, *files) if path.exists() and _is_of_others(path)), None)
+    if not code or foreign is None:
+        return
+    question = (
+        f"{foreign} is somebody else's, and to simulate its plan runs the code that its job names ({', '.join(code)})"
+    )
+    if not (sys.stdin.isatty() and typer.confirm(printable(f"{question}. Run it?"), err=True)):
+        raise HeterodyneError(f"{question}: look at it, then name the job with --job, or say --trust")
+
+
+def _is_of_others(path: Path) -> bool:
+    """Whether another user owns it, but for the system's own, or anybody may write to it."""
+    status = path.stat()
+    others_write = bool(status.st_mode & stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
+    return hasattr(os, "geteuid") and (status.st_uid not in (os.geteuid(), 0) or others_write)
 
 
 def _known(folder: Path, cluster: Path | None, profile: Path | None) -> tuple[Cluster | None, Profile | None]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-__all__ = ["lose_what_stdout_does_not_take", "prepare_streams"]
+__all__ = ["output_may_be_lost", "prepare_streams"]
 
 
 def prepare_streams() -> None:
@@ -31,9 +33,16 @@ def prepare_streams() -> None:
     sys.stderr = cast(Any, _Unimportant(sys.stderr))
 
 
-def lose_what_stdout_does_not_take() -> None:
-    """From now on, for a command whose result is in files: a full disk or a pager that was closed does not end it."""
-    sys.stdout = cast(Any, _Unimportant(sys.stdout))
+@contextmanager
+def output_may_be_lost() -> Iterator[None]:
+    """While the block runs, tables that cannot be written are lost: a full disk or a pager that was closed must not end a run."""
+    stream = sys.stdout
+    sys.stdout = cast(Any, _Unimportant(stream))
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stdout = stream
 
 
 class _Unimportant:

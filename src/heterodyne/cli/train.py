@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from heterodyne.cli.options import ClusterOption, JobArgument, PlanOption, SetOption, plan_at
-from heterodyne.cli.streams import lose_what_stdout_does_not_take
+from heterodyne.cli.streams import output_may_be_lost
 from heterodyne.errors import HeterodyneError
 from heterodyne.job import Job
 
@@ -34,7 +34,6 @@ def command(
     another plan (training.on_out_of_memory). Ctrl-C ends the step and writes a
     checkpoint (a second one ends at once); with --resume the run goes on from its newest one, bit for bit as if never stopped.
     """
-    lose_what_stdout_does_not_take()
     # Read before torch is loaded and workers are started, so that a mistake in a file is reported at once.
     if replan and (not resume or plan is not None):
         raise HeterodyneError(
@@ -59,16 +58,15 @@ def command(
             restarted=training.restarted,
         )
 
-    return train_here(
-        Training(
-            job=job,
-            cluster=cluster,
-            plan=plan,
-            run_dir=run_dir,
-            resume=resume,
-            replan=replan,
-            overrides=tuple(overrides or ()),
-            on_out_of_memory=wanted.training.on_out_of_memory,
-        ),
-        train,
+    training = Training(
+        job=job,
+        cluster=cluster,
+        plan=plan,
+        run_dir=run_dir,
+        resume=resume,
+        replan=replan,
+        overrides=tuple(overrides or ()),
+        on_out_of_memory=wanted.training.on_out_of_memory,
     )
+    with output_may_be_lost():
+        return train_here(training, train)

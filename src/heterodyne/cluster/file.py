@@ -74,11 +74,12 @@ class _File(Section):
     links: tuple[_Link, ...] = ()
 
 
-def load_cluster(path: Path) -> Cluster:
+def load_cluster(path: Path | str) -> Cluster:
     """The cluster that a YAML file describes: a cluster file, or a fleet file of at most 4,096 devices.
 
     Raises ClusterError with the line of what is wrong and the remedy.
     """
+    path = Path(path)
     content, lines = read_yaml(path, ClusterError)
     if not isinstance(content, dict):
         raise ClusterError(

@@ -14,6 +14,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
+from heterodyne.arguments import checked_arguments
 from heterodyne.errors import MeasureError
 from heterodyne.json_files import EXACT, Count, Seconds, checked, read_json
 from heterodyne.text_files import write_text
@@ -146,7 +147,8 @@ class Profile:
         write_text(path, json.dumps({"version": PROFILE_VERSION, **asdict(self)}, indent=1))
 
     @classmethod
-    def load(cls, path: Path) -> Profile:
+    @checked_arguments
+    def load(cls, path: Path | str) -> Profile:
         """Read what `save` wrote. Raises MeasureError for anything else."""
         try:
             return cls.from_dict(read_json(path))

@@ -26,7 +26,14 @@ from heterodyne.emulate.cgroups import (
 from heterodyne.emulate.duty_cycle import PERIOD_S, DutyCycle, duty_cycle
 from heterodyne.emulate.network import WorkerNetwork, remove_leftover_namespaces, why_not, worker_networks
 from heterodyne.errors import EmulateError
-from heterodyne.processes import WorkerSpec, launch_workers, shell_status, stop_requests, to_standard_error
+from heterodyne.processes import (
+    WorkerSpec,
+    launch_workers,
+    most_workers,
+    shell_status,
+    stop_requests,
+    to_standard_error,
+)
 from heterodyne.units import format_bandwidth, format_bytes
 
 __all__ = ["Mechanism", "emulate", "group_parents"]
@@ -123,6 +130,10 @@ def _check(
     speeds: Sequence[float], command: Sequence[str], memory: Sequence[int] | None, links: Sequence[float] | None
 ) -> None:
     """Raises EmulateError with all that is wrong."""
+    if len(speeds) > (most := most_workers()):
+        raise EmulateError(
+            f"{len(speeds):,} speeds are as many workers, and this machine is given {most} at most: name fewer"
+        )
     faults = [] if speeds else ["no speeds: give one for each worker, for example 0.7,0.35"]
     faults += [
         f"the speed of rank {rank} is {speed:g}; it must be above 0 and at most 1 (a worker has one thread)"

@@ -89,6 +89,8 @@ def read_example(model: nn.Module, batch: Batch, shared: Collection[str] = ()) -
         shared: inputs that do not follow the batch, whatever their sizes.
     """
     keywords = isinstance(batch, Mapping)
+    if not keywords and not isinstance(batch, tuple | list):
+        raise CaptureError(f"the example batch is a {type(batch).__name__}; it is a mapping or a tuple of tensors")
     names = tuple(map(str, batch)) if keywords else positional_names(model, len(batch))
     values = tuple(batch.values()) if isinstance(batch, Mapping) else tuple(batch)
     if not values:

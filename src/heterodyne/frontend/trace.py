@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx, nn
 
+from heterodyne.arguments import checked_arguments
 from heterodyne.around_model import unchanged_around
 from heterodyne.errors import CaptureError
 from heterodyne.frontend.aliases import shared_memory
@@ -117,6 +118,7 @@ class Captured:
 _SEARCH_S = 20.0
 
 
+@checked_arguments
 def capture(model: nn.Module, example_batch: Batch, *, shared: Collection[str] = ()) -> ModelGraph:
     """Return what a model is. See `trace`."""
     return trace(model, example_batch, shared=shared).graph

@@ -29,6 +29,10 @@ def bind(plan: Plan, graph: ModelGraph, cluster: Cluster) -> Plan:
     if plan.bound:
         return plan
     _require_blocks(plan, graph)
+    if (most := max((pipeline.replicas for pipeline in plan.pipelines), default=0)) > len(cluster.devices):
+        raise PlanError(
+            f"the plan has {most:,} replicas of a pipeline, and the cluster {len(cluster.devices):,} devices: plan again for this cluster"
+        )
     free = _Free(plan, cluster)
     pipelines: list[Pipeline] = []
     for _, alike in groupby(plan.pipelines, key=lambda pipeline: (pipeline.stages, pipeline.order)):

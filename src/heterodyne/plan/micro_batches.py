@@ -9,8 +9,8 @@ from itertools import groupby
 
 __all__ = ["MicroBatches"]
 
-_RUN = re.compile(r"^([1-9][0-9]{0,8})x([1-9][0-9]{0,8})$")
-_MOST = 2**20
+_RUN = re.compile(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})")
+_MOST = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class MicroBatches:
         """The inverse of `str`. Raises ValueError."""
         if text == "0":
             return cls()
-        runs = [_RUN.match(part.strip()) for part in text.split("+")]
+        runs = [_RUN.fullmatch(part) for part in text.split("+")]
         if any(run is None for run in runs):
             raise ValueError(
                 f"{text!r} is not a list of micro-batches; write COUNTxSIZE, as in '7x4' or '3x4+1x2', or '0' for none"

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
 
+from heterodyne.arguments import checked_arguments
 from heterodyne.documents import Whole
 from heterodyne.errors import PlanError
 from heterodyne.graph.sharding.price import FLOPS_PER_BYTE, LATENCY_BYTES
@@ -305,6 +306,7 @@ class Plan(PlanPart):
         return readable_json(content) + "\n"
 
     @classmethod
+    @checked_arguments
     def parse(cls, text: str, *, path: str | None = None) -> Plan:
         """Read what `dump` wrote or a person edited. Raises PlanError with every field that is wrong."""
         try:
@@ -325,19 +327,26 @@ class Plan(PlanPart):
             )
         # Version 1 had devices by their ids only; what it says means the same.
         try:
-            return cls.model_validate_json(json.dumps({**content, "version": PLAN_VERSION}))
+            plan = cls.model_validate_json(json.dumps({**content, "version": PLAN_VERSION}))
         except ValidationError as error:
             wrong = [
                 f"{'.'.join(map(str, e['loc'])) or 'plan'}: {e['msg'].removeprefix('Value error, ')}"
                 for e in error.errors()
             ]
             raise PlanError("; ".join(wrong), path=path) from error
+        for number, pipeline in enumerate(plan.pipelines):
+            if any(all(region.task_graph != "*" for region in stage.regions) for stage in pipeline.stages):
+                raise PlanError(
+                    f"pipelines.{number}: a stage has no region '*', which is everything without annotation", path=path
+                )
+        return plan
 
-    def save(self, path: Path) -> None:
-        write_text(path, self.dump())
+    def save(self, path: Path | str) -> None:
+        write_text(Path(path), self.dump())
 
     @classmethod
-    def load(cls, path: Path) -> Plan:
+    @checked_arguments
+    def load(cls, path: Path | str) -> Plan:
         """Raises PlanError if the file is not there or not a plan."""
         try:
             text = read_text(path)

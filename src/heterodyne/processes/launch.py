@@ -19,7 +19,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from heterodyne.errors import WorkerError
+from heterodyne.printable import printable
 from heterodyne.processes.guardian import guarded, kill_marked
 from heterodyne.processes.logs import temporary_logs
 from heterodyne.processes.mark import marked_environment, new_mark
@@ -28,8 +31,10 @@ from heterodyne.processes.port import reserve_port
 from heterodyne.processes.signals import StopRequest, stop_requests
 from heterodyne.processes.status import GAVE_UP_ON_A_PEER, OUT_OF_MEMORY, STOPPED, TOLD, describe_exit, shell_status
 
-__all__ = ["WorkerSpec", "launch_workers", "to_standard_error"]
+__all__ = ["WorkerSpec", "launch_workers", "most_workers", "to_standard_error"]
 
+_WORKERS_PER_CORE = 32
+_WORKER_BYTES = 2**27  # resident, once torch is loaded
 _POLL_S = 0.05
 _CULPRIT_S = 4.0  # how long the failure of a worker that blames another may wait for that other one's own end
 _TOLD_S = (
@@ -39,8 +44,13 @@ _TAIL_LINES = 20
 _TAIL_BYTES = 16_384
 
 
+def most_workers() -> int:
+    """How many workers a machine is given: more would only wait for each other, or for memory."""
+    return max(1, min(_WORKERS_PER_CORE * (os.cpu_count() or 1), psutil.virtual_memory().total // _WORKER_BYTES))
+
+
 def to_standard_error(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
+    sys.stderr.write(f"{printable(line)}\n")
     sys.stderr.flush()
 
 

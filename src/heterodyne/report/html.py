@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from heterodyne.errors import HeterodyneError
 from heterodyne.report.compare import compare
 from heterodyne.report.palette import DARK, DARK_STAGES, LIGHT, SERIES, STAGE_COLOURS, kind_key
 from heterodyne.report.perfetto import write_trace
@@ -40,7 +41,7 @@ def write_report(run_dir: Path, out: Path | None = None, *, reference_metrics: P
     """
     run = load_run(run_dir)
     page = run_dir if out is None else out
-    if page.is_dir() or page.suffix == "":
+    if page.is_dir() or (page.suffix == "" and not page.exists()):
         page = page / "report.html"
     text = render(run, reference_metrics=reference_metrics)
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -59,6 +60,8 @@ def render(run: Run, *, reference_metrics: Path | None = None) -> str:
         lstrip_blocks=True,
     )
     reference = read_metrics(reference_metrics) if reference_metrics is not None else None
+    if reference is not None and not reference.steps:
+        raise HeterodyneError(f"{reference_metrics} holds no step of a run; name a run directory, or its metrics.jsonl")
     comparison = compare(run)
     environment.filters |= {"kind_name": kind_name, "seconds": seconds, "kind_key": kind_key, "unbroken": unbroken}
     return environment.get_template("report.html").render(

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from heterodyne.printable import printable
+
 __all__ = ["Column", "Rows", "columns", "show"]
 
 _GAP = "  "
@@ -49,6 +51,12 @@ class Rows:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name, shown in (  # names in them may be of a stranger's file
+            ("title", printable(self.title)),
+            ("rows", tuple(tuple(map(printable, row)) for row in self.rows)),
+            ("notes", tuple(map(printable, self.notes))),
+        ):
+            object.__setattr__(self, name, shown)
         for row in self.rows:
             if len(row) != len(self.columns):
                 raise ValueError(f"table {self.title!r} has {len(self.columns)} columns, a row has {len(row)}: {row}")

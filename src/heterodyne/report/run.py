@@ -17,14 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from heterodyne.cluster import Cluster, Device, Link, Profile
+import yaml
+
+from heterodyne.cluster import Cluster, Profile
 from heterodyne.errors import HeterodyneError
 from heterodyne.job import Job
-from heterodyne.json_files import parse_json, read_json
+from heterodyne.json_files import checked, parse_json, read_json
 from heterodyne.plan import Plan
 from heterodyne.report.plan_shares import samples_of
+from heterodyne.secret_names import has_secrets, without_secrets
 from heterodyne.text_files import read_text
 from heterodyne.timeline import Timeline
+from heterodyne.yaml_text import YamlFaultError, parse_yaml
 
 __all__ = ["Candidate", "Metrics", "Run", "StepMetrics", "Validation", "candidates_from", "load_run", "read_metrics"]
 
@@ -86,7 +90,7 @@ class Run:
     """Everything that is known of a run.
 
     Args:
-        job_text: the job file as it stands, "" if it is not there.
+        job_text: the job file as it stands, but for secrets; "" if it is not there.
         summary: what the run wrote at its end. Read here, each optional: ``model``, ``parameters``, ``seconds``, ``interrupted``,
             ``peak_memory_bytes`` (bytes in order of rank, or a mapping from device to bytes) and ``environment`` (a mapping
             from name to text).
@@ -154,7 +158,7 @@ def load_run(directory: Path) -> Run:
     _require_run(directory)
     missing: list[str] = []
     content = _Reader(directory, missing)
-    job_text = content.text("job.yaml", "what was trained is not known")
+    job_text = _shown(content.text("job.yaml", "what was trained is not known"))
     metrics = _metrics(content)
     return Run(
         directory=directory,
@@ -186,7 +190,7 @@ def read_metrics(path: Path) -> Metrics:
     for line in filter(str.strip, lines):
         fields = _line(line)
         step = fields.get("step")
-        if not isinstance(step, int):
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 2**53:
             unreadable += 1
             continue
         loss = fields.get("validation_loss")
@@ -244,6 +248,15 @@ class _Reader:
         return text or ""
 
 
+def _shown(text: str) -> str:
+    """A job file as others may read it."""
+    try:
+        content, _ = parse_yaml(text)
+    except YamlFaultError:  # nothing is known of what it holds
+        return ""
+    return yaml.safe_dump(without_secrets(content), sort_keys=False) if has_secrets(content) else text
+
+
 def _require_run(directory: Path) -> None:
     looked_for = ", ".join(_SIGNS_OF_A_RUN)
     if not directory.is_dir():
@@ -266,11 +279,7 @@ def _metrics(content: _Reader) -> Metrics:
 
 
 def _cluster(path: Path) -> Cluster:
-    fields = _mapping(path)
-    links = [Link(**{**link, "between": tuple(link["between"])}) for link in fields.get("links", ())]
-    return Cluster(
-        name=str(fields.get("name", "")), devices=tuple(Device(**d) for d in fields["devices"]), links=tuple(links)
-    )
+    return checked(Cluster, {name: value for name, value in _mapping(path).items() if name != "version"})
 
 
 def _candidates(path: Path) -> tuple[Candidate, ...]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from heterodyne.printable import printable
 from heterodyne.report.palette import LIGHT, STAGE_COLOURS, event_key, stage_of
 from heterodyne.timeline import Event, Timeline
 from heterodyne.units import format_seconds
@@ -55,12 +56,13 @@ class StepText:
 def step_text(timeline: Timeline, width: int, *, title: str = "One step") -> StepText:
     """The compute lane of each rank of one step (see `Timeline.of_step`), in about ``width`` characters, at least a few."""
     numbers = len(str(max(0, len(timeline.devices) - 1)))
-    names = max((len(device) for device in timeline.devices), default=0)
+    devices = [printable(device) for device in timeline.devices]
+    names = max(map(len, devices), default=0)
     room = max(_LEAST_WIDTH, width - numbers - names - 4)
     span_s = timeline.span_s or 1.0
     rows = tuple(
         (f"{rank:>{numbers}}  {device:<{names}}  ", _row(_of_rank(timeline, rank), span_s, room))
-        for rank, device in enumerate(timeline.devices)
+        for rank, device in enumerate(devices)
     )
     return StepText(
         title=title,

@@ -425,7 +425,7 @@ class Trainer:
 
     def _restore(self, found: Checkpoint) -> None:
         restored = self._checkpoints.load(found, identity=self._identity, wanted=self._wanted)
-        with taken_from(found):
+        with taken_from(f"{found.path} holds a state", "resume from an earlier one by moving it away"):
             state = dict(restored.state)
             read = state.pop(_DATA, None)
             if read is not None:

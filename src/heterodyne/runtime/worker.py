@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.cluster.spec import Cluster
-from heterodyne.errors import DataError
+from heterodyne.errors import CheckpointError, DataError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.loss_count import LossCount
@@ -509,13 +509,16 @@ class Worker:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; a rank may leave out what it does not need. Raises CheckpointError."""
+        step = int(state["step"])
+        if not 0 <= step < 2**53:
+            raise CheckpointError(f"its step is {step:,}")
         self._model.state.load(state)
         for number, saved in state.get(_AVERAGES, {}).items():
             place = int(number)
             if place >= len(self._averages):
                 self._loaded[place] = self._model.average(saved["decay"])
             (self._loaded if place in self._loaded else self._averages)[place].load(saved)
-        self.steps_done = int(state["step"])
+        self.steps_done = step
         self._model.leave(look=is_looked_at(self.steps_done))
         self._variants.writes.leave()
         if self._model.scale is not None and "loss_scale" in state:

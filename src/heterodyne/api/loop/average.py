@@ -11,6 +11,7 @@ from torch import Tensor
 from heterodyne.api.loop.batches import BatchLike
 from heterodyne.api.loop.calls import Calls
 from heterodyne.api.loop.prediction import Metric
+from heterodyne.arguments import checked_arguments
 
 if TYPE_CHECKING:
     from heterodyne.api.distributed import Distributed
@@ -61,11 +62,13 @@ class Average:
         with self.applied():
             return self._trainer.evaluate(batch)
 
+    @checked_arguments
     def validate(self, batches: Iterable[BatchLike], metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
         """Return what `Distributed.validate` returns with the average."""
         with self.applied():
             return self._trainer.validate(batches, metrics)
 
+    @checked_arguments
     def predict(self, batch: BatchLike, *, on: Literal["all", "rank0"] = "all") -> Any:
         """Return what `Distributed.predict` returns with the average."""
         with self.applied():

@@ -13,7 +13,7 @@ from heterodyne.frontend.example import positional_names
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.runtime.slices import BatchSource
 
-__all__ = ["TARGET", "BatchFormat", "BatchLike", "batch_format", "require_dtypes"]
+__all__ = ["TARGET", "BatchFormat", "BatchLike", "batch_format", "require_like_example"]
 
 BatchLike: TypeAlias = Tensor | Sequence[Tensor] | Mapping[str, Tensor] | BatchSource
 TARGET = "target"
@@ -79,10 +79,15 @@ def batch_format(model: nn.Module, example: BatchLike, *, has_loss: bool) -> Bat
     return BatchFormat(names=(*names, target), target=target)
 
 
-def require_dtypes(tensors: Mapping[str, Tensor], graph: ModelGraph) -> None:
-    """Raises DataError for an entry of another dtype than that of the example."""
+def require_like_example(tensors: Mapping[str, Tensor], graph: ModelGraph) -> None:
+    """Raises DataError for an entry of another dtype, or another number of dims, than that of the example."""
     known = {entry.name: entry.spec.dtype for entry in graph.inputs}
+    dims = {entry.name: len(entry.spec.shape) for entry in graph.inputs}
     for name, tensor in tensors.items():
+        if tensor.dim() != dims.get(name, tensor.dim()):
+            raise DataError(
+                f"the entry {name} of the batch is {list(tensor.shape)}; it has {dims[name]} dims in the example"
+            )
         found = str(tensor.dtype).removeprefix("torch.")
         if found != known.get(name, found):
             raise DataError(

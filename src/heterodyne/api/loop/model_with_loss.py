@@ -79,6 +79,8 @@ def with_loss(
     Raises CaptureError for a loss of torch.nn that would be called with a mapping, or entries that are not there.
     """
     if format.names is not None:
+        if withheld:
+            raise CaptureError(f"loss_inputs names {', '.join(withheld)}, and the batch is no mapping: leave it out")
         inputs = format.names[: len(format.names) - (format.target is not None)]
         return ModelWithLoss(model, loss, inputs=inputs, positional=True, target=format.target or format.names[0])
     if isinstance(loss, _Loss):

@@ -72,6 +72,8 @@ class Predictor:
         """
         worker = self._worker
         source = batch if isinstance(batch, BatchSource) else _Some(batch, self._batch_dims)
+        if not source.size:
+            raise DataError("the batch to predict has no samples")
         if worker.ownership.whole:
             weights, device, spans = None, worker.device, self._own_spans(source.size)
         else:

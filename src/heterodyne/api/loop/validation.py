@@ -61,7 +61,10 @@ def _pair(name: str, value: Any) -> tuple[float, float]:
             f"the metric {name!r} returned a {type(value).__name__}: let it return the sum over the samples that it is given, and "
             "their count, as a tuple"
         )
-    return float(value[0]), float(value[1])
+    try:
+        return float(value[0]), float(value[1])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"the metric {name!r} returned {value!r:.200}: its sum and its count are numbers") from error
 
 
 def _ratio(total: float, count: float) -> float:

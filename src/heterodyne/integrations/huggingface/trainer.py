@@ -186,7 +186,7 @@ class HeterodyneTrainer(Trainer):
 
     def _load(self, distributed: Distributed, checkpoint: Path) -> None:
         with unchanged_random_state():  # the Trainer brings back its own
-            found = distributed.load_checkpoint(checkpoint / _STATE)
+            found = distributed.load_checkpoint(checkpoint / _STATE) if (checkpoint / _STATE).is_dir() else None
         if found is None:
             raise CheckpointError(
                 f"{checkpoint / _STATE} holds no whole checkpoint: was it written by a plain Trainer?"

@@ -35,6 +35,7 @@ from heterodyne.runtime.checkpoint.state_json import decoded, encoded
 from heterodyne.runtime.checkpoint.state_tree import graft, keys_of, merged, strip
 from heterodyne.runtime.checkpoint.tensor_files import assigned, read_tensors, write_tensors
 from heterodyne.runtime.comm.agreement import Agreement
+from heterodyne.text_files import read_text
 
 __all__ = ["OTHER_DATA", "Checkpoint", "Checkpoints", "Restored", "taken_from"]
 
@@ -65,7 +66,7 @@ class Checkpoint:
     @property
     def plan(self) -> str:
         """The text of the plan that it was written under."""
-        return (self.path / PLAN).read_text(encoding="utf-8")
+        return read_text(self.path / PLAN)
 
     def require(self, identity: Mapping[str, Any]) -> None:
         """Raises CheckpointError, with the fields that differ, if it is of a run of another identity."""
@@ -315,18 +316,17 @@ class Checkpoints:
 
 
 @contextmanager
-def taken_from(checkpoint: Checkpoint) -> Iterator[None]:
-    """While a restored state is put into a model: whatever does not fit there is a CheckpointError with the path. Its bytes are as they
-    were written; so it was written by a program that is not this one.
+def taken_from(what: str, remedy: str) -> Iterator[None]:
+    """While a state of somebody's is put into a model: whatever does not fit there is a CheckpointError that begins with ``what``.
+
+    The bytes of a checkpoint are as they were written; so it was written by a program that is not this one.
     """
     try:
         yield
     except (CheckpointError, KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
         reason = " ".join(f"{kind}{error}".split())
-        raise CheckpointError(
-            f"{checkpoint.path} holds a state that this run cannot take ({reason[:300]}); resume from an earlier one by moving it away"
-        ) from error
+        raise CheckpointError(f"{what} that this run cannot take ({reason[:300]}); {remedy}") from error
 
 
 _REMEDY = "the checkpoints before it are as they were: make room or make the directory writable"

@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from heterodyne.errors import CheckpointError
 from heterodyne.json_files import read_json
+from heterodyne.text_files import open_regular
 
 __all__ = ["MANIFEST", "FileRecord", "Manifest", "differences", "record", "write_json"]
 
@@ -103,7 +104,10 @@ class Manifest(_Strict):
         faults = []
         for name, wanted in self.files.items():
             try:
-                found = record(directory / name)
+                size = (directory / name).stat().st_size
+                found = (
+                    record(directory / name) if size == wanted.bytes else FileRecord(bytes=size, sha256=wanted.sha256)
+                )
             except FileNotFoundError:
                 faults.append(f"{name} is missing")
             except OSError as error:
@@ -127,7 +131,7 @@ class Manifest(_Strict):
 def record(path: Path) -> FileRecord:
     """Size and SHA-256 of a file. Raises OSError."""
     size, digest = 0, hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             size += len(chunk)
             digest.update(chunk)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from heterodyne.errors import CheckpointError
+from heterodyne.text_files import require_regular
 
 __all__ = ["assigned", "read_tensors", "write_tensors"]
 
@@ -90,6 +91,7 @@ def read_tensors(
         if not name.endswith(_SUFFIX):
             continue
         try:
+            require_regular(directory / name)
             with safe_open(directory / name, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118 -- it is no dict
                     if wanted(key):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heterodyne.errors import DataError
+from heterodyne.text_files import open_regular, require_regular
 
 __all__ = ["STANDARD_LIBRARY", "Source", "fingerprint", "text_sources"]
 
@@ -44,8 +45,10 @@ def text_sources(text: str | Sequence[str], *, base: Path | None = None) -> tupl
     Raises DataError for a path that is missing, cannot be read, or holds no text.
     """
     entries = (text,) if isinstance(text, str) else tuple(text)
-    if not entries:
-        raise DataError(f"data.text names nothing; give files or directories of text, or {STANDARD_LIBRARY!r}")
+    if not entries or not all(entries):
+        raise DataError(
+            f"data.text names nothing, or an empty path; give files or directories of text, or {STANDARD_LIBRARY!r}"
+        )
     found: dict[Path, Source] = {}
     for entry in entries:
         for source in _standard_library() if entry == STANDARD_LIBRARY else _of_path(entry, base or Path.cwd()):
@@ -78,7 +81,7 @@ def _standard_library() -> list[Source]:
 
 
 def _of_path(entry: str, base: Path) -> list[Source]:
-    path = Path(os.path.abspath(base / Path(entry).expanduser()))  # noqa: PTH100  # resolve() would follow links
+    path = Path(os.path.abspath(base / os.path.expanduser(entry)))  # noqa: PTH100, PTH111  # resolve() follows links; Path's raises
     if not path.exists():
         raise DataError(f"data.text: {entry}: there is no such file or directory (looked for {path}); correct the path")
     if not path.is_dir():
@@ -110,6 +113,7 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
 
 def _look_at(path: Path) -> Source:
     try:
+        require_regular(path)
         status = path.stat()
     except OSError as error:
         raise DataError(f"data.text: {path} cannot be read ({error.strerror})") from error
@@ -124,7 +128,7 @@ def _is_text(path: Path) -> bool:
 def _require_readable(path: Path) -> bytes:
     """The first bytes of the file. Raises DataError."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(_PROBE_BYTES)
     except OSError as error:
         raise DataError(f"data.text: {path} cannot be read ({error.strerror}); grant access or leave it out") from error

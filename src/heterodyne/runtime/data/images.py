@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from heterodyne.errors import DataError
+from heterodyne.text_files import open_regular
 
 __all__ = ["ImageFolder"]
 
@@ -61,7 +62,7 @@ class ImageFolder:
         path, label = self.files[index]
         pillow = _pillow()
         try:
-            with pillow.open(path) as image:
+            with open_regular(path) as file, pillow.open(file) as image:
                 sized = image.convert("RGB").resize((self.size, self.size))
         except OSError as error:  # also what is no image, or is cut short
             raise DataError(f"data.images: {path} cannot be read as an image: {error}") from error

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from heterodyne.errors import DataError
+from heterodyne.json_files import parse_json
 from heterodyne.runtime.data.corpus import Source
+from heterodyne.text_files import open_regular, read_text
 
 __all__ = ["JsonLines", "PaddedDocuments", "TextFiles"]
+
+_LONGEST = 2**28
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -32,7 +35,7 @@ class TextFiles:
     def __getitem__(self, index: int) -> str:
         path = self.sources[index].path
         try:
-            return path.read_text(encoding="utf-8", errors="replace")
+            return read_text(path, most_bytes=2**30, errors="replace")
         except OSError as error:
             raise DataError(f"data.text: {path} cannot be read ({error.strerror})") from error
 
@@ -54,8 +57,12 @@ class JsonLines:
         found: list[tuple[int, int, int]] = []
         for number, source in enumerate(self.sources):
             begin = 0
-            with source.path.open("rb") as file:
-                for line, content in enumerate(file, 1):
+            with open_regular(source.path) as file:
+                for line, content in enumerate(iter(partial(file.readline, _LONGEST + 1), b""), 1):
+                    if len(content) > _LONGEST:
+                        raise DataError(
+                            f"{source.path}:{line}: this line has more than {_LONGEST:,} bytes: a document is a line"
+                        )
                     if content.strip():
                         found.append((number, begin, line))
                     begin += len(content)
@@ -72,14 +79,14 @@ class JsonLines:
         """Raises DataError with file and line if it is no JSON object, or has no such text."""
         number, begin, line = (int(values[index]) for values in self._places)
         path = self.sources[number].path
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(begin)
             return _text_of(file.readline(), self.field, path, line)
 
 
 def _text_of(content: bytes, field: str, path: Path, line: int) -> str:
     try:
-        document = json.loads(content)
+        document = parse_json(content.decode("utf-8"))
     except ValueError as error:
         raise DataError(f"{path}:{line}: this line is not JSON: {error}") from error
     text = document.get(field) if isinstance(document, dict) else None

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from heterodyne.errors import DataError
 from heterodyne.runtime.data.tokens import TokenFile
+from heterodyne.text_files import require_regular
 
 __all__ = ["open_token_file"]
 
@@ -26,6 +27,7 @@ def open_token_file(path: Path, *, dtype: str = "uint16") -> TokenFile:
     Raises DataError for a file that is not there, or is no row of whole numbers.
     """
     try:
+        require_regular(path)
         size = path.stat().st_size
         if path.suffix == ".npy":
             tokens = np.lib.format.open_memmap(path, mode="r")  # unlike np.load, it takes no archive and no pickle

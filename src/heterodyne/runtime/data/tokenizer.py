@@ -14,6 +14,7 @@ import numpy as np
 from heterodyne.errors import DataError
 from heterodyne.runtime.data.corpus import Source, fingerprint
 from heterodyne.runtime.data.tokens import TokenFile, open_cached
+from heterodyne.text_files import read_bytes, require_regular_in
 
 __all__ = ["has_tokenizer", "load_tokenizer", "open_tokenized"]
 
@@ -48,9 +49,10 @@ def load_tokenizer(directory: Path) -> Any:
             "data.tokenizer needs Transformers; install it with pip install 'heterodyne[huggingface]'"
         ) from error
     try:
+        require_regular_in(directory)
         return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        reason = str(error).partition("\n")[0]
+    except Exception as error:  # its files may hold anything, and what Transformers makes of them raises anything
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise DataError(f"data.tokenizer: the tokenizer in {directory} cannot be loaded: {reason}") from error
 
 
@@ -71,7 +73,7 @@ def open_tokenized(
     digest = hashlib.sha256(f"{form} {fingerprint(sources)}".encode())
     for name in _FILES:
         if (directory / name).is_file():
-            digest.update((directory / name).read_bytes())
+            digest.update(read_bytes(directory / name, 2**30))
     dtype = "uint16" if len(tokenizer) <= 2**16 else "uint32"
 
     def write(file: BinaryIO) -> None:

@@ -23,8 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterodyne.errors import DataError
+from heterodyne.json_files import parse_json
 from heterodyne.runtime.data.corpus import Source, fingerprint
-from heterodyne.text_files import replacing
+from heterodyne.text_files import open_regular, replacing
 
 __all__ = ["VOCABULARY", "TokenFile", "let_go_of_pages", "open_cached", "open_tokens", "read_tokens"]
 
@@ -101,7 +102,7 @@ def open_cached(
 def read_tokens(path: Path, source_hash: str | None = None) -> TokenFile:
     """Open a token file and check all of it against its header. Raises DataError for any disagreement."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             header = _read_header(file, path)
             tokens_hash = _hash(file)
     except OSError as error:
@@ -126,7 +127,7 @@ def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
     if len(raw) != HEADER_BYTES or not raw.startswith(MAGIC):
         raise not_ours
     try:
-        header = json.loads(raw[len(MAGIC) :].rstrip(b"\0"))
+        header = parse_json(raw[len(MAGIC) :].rstrip(b"\0").decode("utf-8"))
         good = header["version"] == VERSION and header["dtype"] in _DTYPES and header["count"] > 0
         known = isinstance(header["sources"], str) and isinstance(header["tokens"], str)
     except (ValueError, KeyError, TypeError) as error:
@@ -171,7 +172,7 @@ def _finish(file: BinaryIO, source_hash: str, dtype: str) -> None:
 
 def _copy(source: Path, into: BinaryIO) -> None:
     try:
-        file = source.open("rb")
+        file = open_regular(source)
     except OSError as error:
         raise DataError(
             f"data.text: {source} cannot be read ({error.strerror}); grant access or leave it out"

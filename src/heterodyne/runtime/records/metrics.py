@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from heterodyne.errors import HeterodyneError
+from heterodyne.json_files import parse_json
 from heterodyne.processes import to_standard_error
+from heterodyne.text_files import open_regular
 
 __all__ = ["Line", "MetricsFile", "Slower", "StepRecord", "Validation", "tracked"]
 
@@ -136,7 +138,7 @@ def _length_until(path: Path, done: int) -> int:
     if not path.exists():
         return 0
     length = 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         for line in file:
             if not line.endswith(b"\n") or _step(line) > done:
                 break
@@ -147,7 +149,7 @@ def _length_until(path: Path, done: int) -> int:
 def _step(line: bytes) -> float:
     """The step of a line; infinite if it has none, so that nothing that cannot be read is kept."""
     try:
-        content: Any = json.loads(line)
+        content: Any = parse_json(line.decode("utf-8"))
     except ValueError:
         return math.inf
     step = content.get("step") if isinstance(content, Mapping) else None

@@ -11,6 +11,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from heterodyne.printable import printable
 from heterodyne.runtime.records.metrics import StepRecord, Validation
 from heterodyne.terminal import console_on
 from heterodyne.units import format_seconds
@@ -81,7 +82,7 @@ class BarReporter(Reporter):
         self._progress.start()
 
     def say(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False)
+        self._progress.console.print(printable(text), markup=False, highlight=False)
 
     def step(self, record: StepRecord) -> None:
         self._progress.update(self._task, completed=record.step, figures=self._figures(record))
@@ -109,7 +110,7 @@ class LineReporter(Reporter):
         self._next_s = clock()
 
     def say(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        print(printable(text), file=self._stream, flush=True)
 
     def step(self, record: StepRecord) -> None:
         figures = self._figures(record)

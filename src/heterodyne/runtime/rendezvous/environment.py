@@ -75,12 +75,15 @@ class WorkerEnvironment:
             )
         world_size = _number(given, "WORLD_SIZE", low=1)
         rank = _number(given, "RANK", low=0, below=("WORLD_SIZE", world_size))
-        local_rank = _number(given, "LOCAL_RANK", low=0, default=0)
+        local_rank = _number(given, "LOCAL_RANK", low=0, below=("WORLD_SIZE", world_size), default=0)
+        local_world_size = _number(given, "LOCAL_WORLD_SIZE", low=local_rank + 1, default=local_rank + 1)
+        if local_world_size > world_size:
+            raise WorkerError(f"LOCAL_WORLD_SIZE={local_world_size} must be at most WORLD_SIZE={world_size}")
         return cls(
             rank=rank,
             world_size=world_size,
             local_rank=local_rank,
-            local_world_size=_number(given, "LOCAL_WORLD_SIZE", low=local_rank + 1, default=local_rank + 1),
+            local_world_size=local_world_size,
             master_address=given["MASTER_ADDR"],
             master_port=_number(given, "MASTER_PORT", low=1, below=("the number of ports", 65_536)),
             node_rank=_number(given, "GROUP_RANK", low=0, default=0),

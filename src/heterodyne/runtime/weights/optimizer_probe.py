@@ -21,7 +21,7 @@ from heterodyne.runtime.checkpoint.random_state import unchanged_random_state
 from heterodyne.runtime.weights.optimizer import OptimizerFactory, optimizer_of
 from heterodyne.runtime.weights.optimizer_trace import Trace, Weights, differ, draws, joined, trace_of
 
-__all__ = ["Reach", "Tried", "reach_of"]
+__all__ = ["Reach", "Tried", "left_out", "reach_of"]
 
 Reach: TypeAlias = Literal["element", "weight", "model"]
 """What the update of an element may depend on."""
@@ -75,6 +75,16 @@ def reach_of(factory: OptimizerFactory, parameters: Mapping[str, Tensor]) -> Tri
         except _NotTriedError as error:
             name, why = error.args
         return Tried("model", name, why)
+
+
+def left_out(factory: OptimizerFactory, parameters: Mapping[str, Tensor]) -> list[str]:
+    """Those of the parameters that the optimizer which a factory makes does not update; none where it cannot be made of small ones."""
+    small = {name: nn.Parameter(weight) for name, weight in _small(parameters, few=False).items()}
+    with suppress(Exception), unchanged_random_state():
+        taken = {id(p) for group in optimizer_of(factory, small).param_groups for p in group["params"]}
+        if taken <= {id(parameter) for parameter in small.values()}:
+            return [name for name, parameter in small.items() if id(parameter) not in taken]
+    return []
 
 
 def _tried(factory: OptimizerFactory, whole: Weights) -> Tried:

@@ -9,10 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from heterodyne.arguments import checked_arguments
 from heterodyne.errors import HeterodyneError
 from heterodyne.processes import to_standard_error
 from heterodyne.runtime.records.trackers.queue import TrackerQueue
 from heterodyne.runtime.records.trackers.tracker import Opening, Record
+from heterodyne.secret_names import without_secrets
 from heterodyne.tracker_options import TrackerOptions, tracker_options
 
 __all__ = ["Trackers"]
@@ -37,6 +39,7 @@ class Trackers:
     Raises JobError for a tracker or an option that does not exist, and HeterodyneError if the directory cannot be made.
     """
 
+    @checked_arguments
     def __init__(
         self,
         wanted: Sequence[str | Mapping[str, Any] | TrackerOptions],
@@ -64,11 +67,16 @@ class Trackers:
             ) from error
         for each in chosen:
             opening = Opening(
-                directory=directory, run=directory.name, done=done, config=dict(config or {}), options=each.options
+                directory=directory,
+                run=directory.name,
+                done=done,
+                config=without_secrets(config or {}),
+                options=each.options,
             )
             log = logs / f"tracker-{each.name}.log"
             self._queues.append(TrackerQueue(each.name, opening, log=log, flush_s=flush_s, say=self._say))
 
+    @checked_arguments
     def write(self, step: int, values: Mapping[str, Any], *, time_s: float | None = None) -> None:
         """Numbers by name after a step. What is no number is left out, with one warning a name; None is left out."""
         if not self._queues:

@@ -1,0 +1,62 @@
+"""What is a secret by its name, such as ``api_key``: such values are kept out of files that others may read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+__all__ = ["has_secrets", "without_secrets"]
+
+LEFT_OUT: Final = "(left out: a secret by its name)"
+
+_NAME: Final = re.compile(
+    r"(?:.*(?:[_.-]|[a-z](?=[A-Z])|(?i:api|auth|access|private|secret)))?"
+    r"(?i:key|token|secret|password|passwd|passphrase|credentials?)"
+)
+_OF_NUMBERS_TOO: Final = re.compile(r".*(?:secret|pass|credential).*", re.IGNORECASE)
+# Of tokenizers: what their tokens look like.
+_NO_SECRET: Final = re.compile(
+    r"(?:.*_)?(?:pad|eos|bos|unk|sep|cls|mask|image|special|start|end)_token|key", re.IGNORECASE
+)
+_URL: Final = re.compile(r"(?<=://)[^/@\s]+:[^/@\s]+(?=@)")
+
+
+def without_secrets(value: Any) -> Any:
+    """The same nested mappings and lists, with `LEFT_OUT` for texts and numbers under the name of a secret and in place of the user and
+    password of a URL."""
+    if isinstance(value, Mapping):
+        return {
+            key: _covered(inner, str(key)) if _is_secret(key) else without_secrets(inner)
+            for key, inner in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [without_secrets(inner) for inner in value]
+    return _URL.sub(LEFT_OUT, value) if isinstance(value, str) else value
+
+
+def has_secrets(value: Any) -> bool:
+    """Whether `without_secrets` leaves out anything."""
+    plain = without_secrets(value)
+    return bool(plain != _lists(value))
+
+
+def _is_secret(key: object) -> bool:
+    return isinstance(key, str) and _NAME.fullmatch(key) is not None and _NO_SECRET.fullmatch(key) is None
+
+
+def _covered(value: Any, name: str) -> Any:
+    """All texts of it, for below such a name there may be several; numbers where they may be a password, and no size or id."""
+    if isinstance(value, Mapping):
+        return {key: _covered(inner, name) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_covered(inner, name) for inner in value]
+    number = isinstance(value, int | float) and not isinstance(value, bool) and _OF_NUMBERS_TOO.fullmatch(name)
+    return LEFT_OUT if number or (isinstance(value, str) and value) else value
+
+
+def _lists(value: Any) -> Any:
+    """With lists for tuples, as `without_secrets` returns them."""
+    if isinstance(value, Mapping):
+        return {key: _lists(inner) for key, inner in value.items()}
+    return [_lists(inner) for inner in value] if isinstance(value, list | tuple) else value
