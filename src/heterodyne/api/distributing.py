@@ -173,7 +173,6 @@ def distribute(
                 here,
                 factory,
                 trainable_parameters(module, captured.graph),
-                of_some=getattr(chosen, "of_some", False),
             ),
         )
         with told_with_shortages(shortages):

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from torch import nn
 
 from heterodyne.api.session import Session
-from heterodyne.errors import HeterodyneError, PlanError
+from heterodyne.errors import PlanError
 from heterodyne.frontend.faults import line_now
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.plan.plan import Plan
 from heterodyne.runtime.weights.optimizer import OptimizerFactory
-from heterodyne.runtime.weights.optimizer_probe import Reach, Tried, left_out, reach_of
+from heterodyne.runtime.weights.optimizer_probe import Reach, left_out, reach_of
 from heterodyne.search.planned import Strategy
 
 __all__ = ["OptimizerReach", "reach_everywhere", "reach_of_section", "require_within_reach", "strategy_within_reach"]
@@ -64,23 +64,19 @@ def reach_of_section(section: OptimizerSection) -> OptimizerReach:
 
 
 def reach_everywhere(
-    session: Session, factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter], *, of_some: bool = False
+    session: Session, factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter]
 ) -> OptimizerReach:
-    """The reach of an optimizer, tried on every rank and said once. Collective.
+    """The reach of an optimizer, tried on every rank and said once, as are the parameters that it leaves out. Collective.
 
-    Raises HeterodyneError for one that no plan can step, or one that leaves out parameters, unless it is ``of_some``.
+    Raises HeterodyneError for one that no plan can step.
     """
-
-    def tried() -> Tried:
-        if not of_some and (left := left_out(factory, parameters)):
-            raise HeterodyneError(
-                f"optimizer= leaves out {len(left)} of the {len(parameters)} parameters that it is given ({', '.join(left[:3])}"
-                f"{', ...' if len(left) > 3 else ''}), which would never be updated: let it take all, and freeze what shall stay as it is "
-                "(requires_grad_(False)) before the model is given here"
-            )
-        return reach_of(factory, parameters)
-
-    reach, name, untried = session.together(tried)
+    reach, name, untried = session.together(lambda: reach_of(factory, parameters))
+    left = left_out(factory, parameters)
+    if left:
+        session.say(
+            f"warning: optimizer= leaves out {len(left)} of the {len(parameters)} parameters that are trained ({', '.join(left[:3])}"
+            f"{', ...' if len(left) > 3 else ''}): they keep their values until a group has them (trainer.optimizer.add_param_group)"
+        )
     found = OptimizerReach(reach=reach, name=name, line=line_now(), untried=untried)
     if found.words:
         session.say(found.words)

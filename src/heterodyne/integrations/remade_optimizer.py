@@ -44,7 +44,6 @@ def remade(optimizer: Optimizer, model: nn.Module) -> Callable[..., Optimizer]:
         made = [{"params": [p for name, p in held if name in names], **options} for names, options in groups]
         return cast(Optimizer, kind(made))
 
-    factory.of_some = True  # type: ignore[attr-defined]  # what the script left out stays as it is
     return factory
 
 
