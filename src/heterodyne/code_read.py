@@ -151,6 +151,8 @@ class _Reader:
         self._kinds.add(kind)
         for base in (base for base in kind.__mro__ if base not in _BASES):
             for name, made in vars(base).items():
+                if _has_attributes(made) and is_users(type(made)):
+                    self.thing(made)  # a descriptor, or what all objects of the class share
                 function = inspect.unwrap(made.fget if isinstance(made, property) and made.fget else made)
                 function = getattr(function, "__func__", function)
                 if isinstance(function, FunctionType):

@@ -55,13 +55,14 @@ class ScriptWrites:
 
     @contextmanager
     def excepted(self) -> Iterator[None]:
-        """What writes to weights inside is the runtime: it brings ranks that do not train up to date."""
-        pending = dict.fromkeys(self._names())
+        """What writes to weights and state inside is the runtime: it brings ranks that do not train up to date."""
+        pending, same = dict.fromkeys(self._names()), self._versions == _versions(self._optimizer)
         try:
             yield
         finally:
             self._left.leave()
             self._pending = pending
+            self._versions = _versions(self._optimizer) if same else [(0, -1)]
 
     def find(self, step: int) -> bool:
         """Find what was written before this step. Return whether values are to be compared with other ranks: as soon as other weights are
@@ -102,9 +103,9 @@ def _options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 
 
 def _versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
-    """Return which tensors are its state, and how often each was written to."""
+    """Return which tensors are its state, and how often each was written to; on a device the latest step may still be writing."""
     found = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return [(id(tensor), tensor._version) for tensor in found]
+    return [(id(tensor), tensor._version if tensor.device.type == "cpu" else 0) for tensor in found]
 
 
 def _written(name: str) -> Change:
