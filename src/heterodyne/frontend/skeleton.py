@@ -49,19 +49,18 @@ def skeleton(model: Module, mode: FakeTensorMode, computed: list[Tensor]) -> Mod
 
 
 def require_initialised(model: nn.Module) -> None:
-    """Raise CaptureError for a model with lazy parameters or buffers that no forward has made yet, or with weights of no size."""
+    """Raise CaptureError for a model with lazy parameters or buffers that no forward has made yet, or most of whose weights have no size."""
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise CaptureError(
                 f"{path!r} of {type(model).__name__} has no shape yet: a lazy module makes its weights in its first forward. "
                 "Call the model once with a batch before it is given here, on every rank with the same seed; a factory does it"
             )
-    for path, parameter in model.named_parameters():
-        if not parameter.numel():
-            raise CaptureError(
-                f"the weight {path!r} of {type(model).__name__} is {list(parameter.shape)}, so it holds nothing: a size that the model is "
-                "built with is 0"
-            )
+    empty = [path for path, parameter in model.named_parameters() if not parameter.numel()]
+    if 2 * len(empty) > len(list(model.parameters())):  # one alone may be a part that a configuration leaves out
+        raise CaptureError(
+            f"the weights of {type(model).__name__} ({', '.join(empty[:3])}) hold nothing: a size that the model is built with is 0"
+        )
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import shutil
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -55,7 +54,9 @@ class HeterodyneTrainer(Trainer):
     Raises HeterodyneError for what no plan can honour, with what to write instead.
     """
 
-    _of_model: ClassVar[WeakKeyDictionary[nn.Module, weakref.ref[HeterodyneTrainer]]] = WeakKeyDictionary()
+    _of_model: ClassVar[WeakKeyDictionary[nn.Module, HeterodyneTrainer]] = (
+        WeakKeyDictionary()
+    )  # those that have not ended
     """The trainer that has last brought a model under a plan; scripts make several of one model."""
 
     def __init__(
@@ -211,10 +212,10 @@ class HeterodyneTrainer(Trainer):
 
     def _end_of_others(self) -> None:
         """End an earlier trainer of the same model, which has it under its plan. Collective: every rank makes the same trainers."""
-        earlier = self._of_model.get(self._module, lambda: None)()
+        earlier = self._of_model.get(self._module)
         if earlier is not None:
             earlier.end()
-        self._of_model[self._module] = weakref.ref(self)
+        self._of_model[self._module] = self
 
     def _batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """With the number of items, by which the Trainer lets a loss divide its sum."""
@@ -292,6 +293,7 @@ class HeterodyneTrainer(Trainer):
     def _leave(self, error: BaseException | None) -> None:
         if self._distributed is not None and not self._ended:
             self._ended = True
+            self._of_model.pop(self._module, None)
             self._distributed.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
 
