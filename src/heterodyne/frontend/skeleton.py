@@ -49,7 +49,7 @@ def skeleton(model: Module, mode: FakeTensorMode, computed: list[Tensor]) -> Mod
 
 
 def require_initialised(model: nn.Module) -> None:
-    """Raise CaptureError for a model with lazy parameters or buffers that no forward has made yet, or most of whose weights have no size."""
+    """Raise CaptureError for a model with lazy parameters or buffers that no forward has made, or most of whose weights are empty."""
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise CaptureError(
