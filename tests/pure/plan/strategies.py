@@ -16,6 +16,7 @@ KINDS = st.sampled_from(["replicate", "split", "context"])
 AXES = st.lists(st.builds(Axis, kind=KINDS, shares=SHARES), max_size=2).map(tuple)
 LAYOUTS = st.builds(Layout, kind=KINDS, shares=SHARES, inner=AXES)
 REGIONS = st.builds(Region, task_graph=NAMES, layout=LAYOUTS)
+WHOLE = st.builds(Region, task_graph=st.just("*"), layout=LAYOUTS)
 GROUPS = st.builds(Group, kind=NAMES, devices=st.integers(1, 99), node=NAMES, place=st.none() | st.integers(0, 9))
 
 
@@ -31,7 +32,7 @@ STAGES = st.builds(
     devices=st.lists(NAMES, max_size=3).map(tuple),
     blocks=st.none() | st.tuples(st.integers(0, 99), st.integers(0, 99)),
     group=st.none() | GROUPS,
-    regions=st.lists(REGIONS, max_size=3).map(tuple),
+    regions=st.tuples(WHOLE, st.lists(REGIONS, max_size=2)).map(lambda of: (of[0], *of[1])),
     recompute=st.lists(st.integers(0, 9), max_size=3).map(tuple),
     offload_activations=st.lists(st.integers(0, 9), max_size=3).map(tuple),
     keep=st.lists(NAMES, max_size=2).map(tuple),
