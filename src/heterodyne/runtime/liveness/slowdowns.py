@@ -38,6 +38,7 @@ APART = 6
 """Steps from one look to the next."""
 _NEAREST = 5  # of the first steps, by what was read
 _LINK_FAULT = 2.0
+_LEAST_PASSES_S = 0.01  # that passes must have become slower by: shorter ones vary with whatever else a host does
 _LEAST_S = 0.002  # that a message must have become slower by
 _MESSAGE = 2**19  # bytes
 _PASSES = frozenset({"F", "B", "I", "W", "R"})
@@ -45,11 +46,12 @@ _PASSES = frozenset({"F", "B", "I", "W", "R"})
 
 @dataclass(frozen=True)
 class _Look:
-    """Of each rank, what its latest passes took over what they should have (the least of them, and in the middle), whether as much was
-    read in first steps, and the seconds of a message to the next rank."""
+    """Of each rank, what its latest passes took over what they should have (the least of them, and in the middle), by how many seconds
+    they were longer, whether as much was read in first steps, and the seconds of a message to the next rank."""
 
     least: Sequence[float]
     slower: Sequence[float]
+    longer_s: Sequence[float]
     known: Sequence[float]
     link_s: Sequence[float]
 
@@ -137,13 +139,17 @@ class Slowdowns:
 
     def _gathered(self) -> _Look:
         latest = list(self._latest)[-IN_A_ROW:]
-        slower = [passes_s / usual for elements, passes_s in latest if (usual := self._usual_s(elements))] or [0.0]
+        pairs = [(passes_s, usual) for elements, passes_s in latest if (usual := self._usual_s(elements))] or [
+            (0.0, 1.0)
+        ]
+        slower = [passes_s / usual for passes_s, usual in pairs]
+        longer_s = median(passes_s - usual for passes_s, usual in pairs)
         first = [elements for elements, _ in self._first]
         known = bool(first) and all(min(first) <= elements <= max(first) for elements, _ in latest)
-        rows = torch.zeros(self._communicator.world_size, 4, dtype=torch.float64)
-        rows[self._communicator.rank] = torch.tensor([min(slower), median(slower), known, self._message_s()])
+        rows = torch.zeros(self._communicator.world_size, 5, dtype=torch.float64)
+        rows[self._communicator.rank] = torch.tensor([min(slower), median(slower), longer_s, known, self._message_s()])
         self._communicator.control.all_reduce(rows).wait()
-        return _Look(*(rows[:, column].tolist() for column in range(4)))
+        return _Look(*(rows[:, column].tolist() for column in range(5)))
 
     def _usual_s(self, elements: int) -> float:
         """Seconds of passes that read so much, by the first steps that read nearly as much; 0.0 if that is not known."""
@@ -159,7 +165,7 @@ class Slowdowns:
         ranks = {
             rank: f"{self._named(rank)} computes {now.slower[rank]:.1f} times slower than in the first steps"
             for rank, least in enumerate(now.least)
-            if least > AT_FAULT * typical
+            if least > AT_FAULT * typical and now.longer_s[rank] > _LEAST_PASSES_S
         }
         if ranks:  # the messages of a slow rank are slow, too
             return ranks
@@ -172,7 +178,7 @@ class Slowdowns:
             for rank, factor in enumerate(longer)
             if factor > _LINK_FAULT * typical and now.link_s[rank] - self._links_s[rank] > _LEAST_S
         }
-        if not links and all(now.known) and min(now.least) > AT_FAULT:
+        if not links and all(now.known) and min(now.least) > AT_FAULT and min(now.longer_s) > _LEAST_PASSES_S:
             factor = median(now.slower)
             return {
                 len(
