@@ -33,6 +33,7 @@ from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.finite import all_finite, findings, first_fault
 from heterodyne.runtime.weights.gradients import GradientBuckets, require_no_hooks
 from heterodyne.runtime.weights.host_room import host_state_bytes, require_host_room
+from heterodyne.runtime.weights.left import Left
 from heterodyne.runtime.weights.loss_scale import LossScale
 from heterodyne.runtime.weights.masters import MasterWeights
 from heterodyne.runtime.weights.materialise import Stored, place_weights
@@ -43,7 +44,7 @@ from heterodyne.runtime.weights.optimizer import (
     optimizer_of,
     state_by_name,
 )
-from heterodyne.runtime.weights.outside_moves import Left, OutsideMoves
+from heterodyne.runtime.weights.outside_moves import OutsideMoves
 from heterodyne.runtime.weights.ownership import Ownership
 from heterodyne.runtime.weights.sharded_parameters import ShardedParameters
 from heterodyne.runtime.weights.trainable import require_none_unfrozen, trainable_parameters

@@ -100,7 +100,6 @@ class ReadState:
         self._walk.all_of(self._module)
         values = {name: value for name, value in self._walk.values.items() if name not in self._of_forward}
         self.state = State(values, self._walk.modes)
-        self.buffers = dict(self._module.named_buffers())
         self.parameters = dict(self._module.named_parameters())
         return self.state
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from heterodyne.runtime.recapture.read_state import Change
 from heterodyne.runtime.same_batch import is_looked_at
-from heterodyne.runtime.weights.outside_moves import Left
+from heterodyne.runtime.weights.left import Left
 
 __all__ = ["ScriptWrites"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Callable", "ClassOf", "Compared", "Itself", "SameArray", "SameTensor", "SameVariable", "are_equal"]
+__all__ = ["ClassOf", "Compared", "Itself", "SameArray", "SameFunction", "SameTensor", "SameVariable", "are_equal"]
 
 SMALL = 64
 """Elements that are compared of a tensor or an array: all, or so many of more."""
@@ -83,13 +83,13 @@ class SameArray:
 
 
 @dataclass(frozen=True, eq=False)
-class Callable:
+class SameFunction:
     """A function, compared by identity, and methods by what they are bound to."""
 
     function: Any
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Callable):
+        if not isinstance(other, SameFunction):
             return False
         return self.function is other.function or (
             isinstance(self.function, MethodType) and bool(self.function == other.function)

@@ -24,11 +24,11 @@ from torch.nn.modules import module as module_hooks
 
 from heterodyne.code_read import CodeRead, around_of, environment_of, is_users
 from heterodyne.runtime.recapture.values_read import (
-    Callable,
     ClassOf,
     Compared,
     Itself,
     SameArray,
+    SameFunction,
     SameTensor,
     SameVariable,
 )
@@ -83,7 +83,7 @@ class Walk:
             for key in ("__code__", "__defaults__"):
                 self._slot(_Attributes(function), key, getattr(function, key))
             number = len(self._readers[function.__qualname__])
-            self.values[f"the code of {quoted(function.__qualname__)}, {number}"] = Callable(function.__code__)
+            self.values[f"the code of {quoted(function.__qualname__)}, {number}"] = SameFunction(function.__code__)
         self._parts = list(module.modules())
         self._kinds = list(map(type, self._parts))
         for key, table in vars(module_hooks).items():
@@ -136,7 +136,7 @@ class Walk:
         for key, value in vars(base).items():
             if isinstance(value, FunctionType | property) and (users or key == "forward"):
                 self._slot(vars(base), key, value)
-                self.values[quoted(f"{base.__qualname__}.{key}")] = Callable(value)
+                self.values[quoted(f"{base.__qualname__}.{key}")] = SameFunction(value)
 
     def _mode(self, name: str, own: dict[str, Any], kind: type) -> None:
         if kind in self._code.with_modes or self._code.computed:
@@ -158,7 +158,7 @@ class Walk:
         for place, (key, hook) in enumerate(table.items()):  # keys are numbers that differ from process to process
             self._slot(table, key, hook)
             self._value(f"{name}[{place}]", hook, 1)
-        self.values[f"the hooks in {name!r}"] = tuple(map(Callable, table.values()))
+        self.values[f"the hooks in {name!r}"] = tuple(map(SameFunction, table.values()))
 
     def _is_read(self, key: str, *, users: bool) -> bool:
         """Whether code names it, or torch calls it; what is private to a library is its own affair."""
@@ -183,7 +183,7 @@ class Walk:
         elif isinstance(value, np.ndarray | np.generic):
             self._array(name, value)
         elif isinstance(value, CALLED):
-            self.values[quoted(name)] = Callable(value)
+            self.values[quoted(name)] = SameFunction(value)
             if isinstance(value, MethodType) and deep:
                 self._value(f"{name}.__self__", value.__self__, deep - 1)
         elif deep and id(value) not in self._seen:
@@ -260,7 +260,7 @@ class Walk:
             value = vars(place)[key]
             if isinstance(value, (int, float, *CALLED)):
                 self._slot(vars(place), key, value)
-                self.values[quoted(f"{name}.{key}")] = Callable(value) if isinstance(value, CALLED) else value
+                self.values[quoted(f"{name}.{key}")] = SameFunction(value) if isinstance(value, CALLED) else value
             elif _is_of_torch(value) or (isinstance(value, ModuleType) and is_users(value)):
                 self._value(f"{name}.{key}", value, deep)
 

@@ -2,7 +2,7 @@
 
 runs/NAME/
   job.yaml  cluster.json  out-of-memory.jsonl  profile.json  candidates.json  plan.json  metrics.jsonl  timeline-*.jsonl  summary.json
-  checkpoint/step-N/   logs/   tensorboard/   model/
+  speeds.json  checkpoint/step-N/   logs/   tensorboard/   model/
 """
 
 from __future__ import annotations
