@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from heterodyne.runtime.weights.left import Left
 from heterodyne.runtime.weights.masters import MasterWeights
 from heterodyne.runtime.weights.optimizer import optimizer_of
-from heterodyne.runtime.weights.left import Left
 
 STEPS = 3
 Parameters = dict[str, nn.Parameter]

@@ -227,13 +227,17 @@ class Trainer:
             return None
 
         speeds = self._ranks.on_rank0(read)
-        if (
-            isinstance(speeds, list)
-            and len(speeds) == self._ranks.size
-            and all(isinstance(own, dict) for own in speeds)
-        ):
-            with suppress(ValueError):
+
+        def expect() -> bool:
+            with suppress(ValueError, TypeError, LookupError):
                 self._worker.slowdowns.expect(speeds[self._ranks.rank])
+                return True
+            return False
+
+        if not all(
+            self._ranks.gather_or_raise(expect)
+        ):  # all ranks look at themselves before the same steps, or none does
+            self._worker.slowdowns.reset()
 
     def _keep_speeds(self) -> None:
         speeds = self._ranks.gather_or_raise(self._worker.slowdowns.usual)

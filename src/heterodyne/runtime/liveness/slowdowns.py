@@ -94,7 +94,7 @@ class Slowdowns:
             pace_s, links_s = float(usual["pace_s"]), list(map(float, usual["links_s"]))
         except (KeyError, TypeError) as error:
             raise ValueError(f"it is none of speeds: {error}") from error
-        if len(links_s) != self._communicator.world_size or not pace_s > 0:
+        if len(links_s) != self._communicator.world_size or not min(pace_s, *links_s) > 0:
             raise ValueError("it is of other ranks")
         self._first, self._pace_s, self._links_s = passes[:FIRST], pace_s, links_s
 
