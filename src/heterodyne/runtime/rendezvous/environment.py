@@ -1,4 +1,4 @@
-"""The one place that reads the environment: who this worker is and where the workers meet.
+"""The one place that reads from the environment who this worker is and where the workers meet.
 
 The variables are those of `torchrun`; our launcher and the emulator set the same ones. Those of Slurm's ``srun``, and of ``mpirun`` (Open
 MPI; MPICH and Intel MPI by Hydra), are read where there are none.
