@@ -89,7 +89,7 @@ def stay(environment: WorkerEnvironment, seconds: float) -> None:
 
 
 def loop(environment: WorkerEnvironment, announced: bool, limits: WatchLimits) -> None:
-    """Two calls of a loop, between which rank 0 uploads something for as long as its limit, after a shorter work of the same kind."""
+    """Two calls of a loop, between which rank 0 uploads something for longer than its limit, after a shorter work of the same kind."""
     with init_distributed(environment, backend="gloo", timeout_s=30.0, limits=limits) as session:
         watchdog, first = session.watchdog, environment.rank == 0
         for index in range(2):
@@ -104,7 +104,8 @@ def loop(environment: WorkerEnvironment, announced: bool, limits: WatchLimits) -
                 with watchdog.phase("uploading", limit_s=60.0) if announced else nullcontext():
                     with watchdog.phase("packing") if announced else nullcontext():
                         pass
-                    time.sleep(3 * limits.stuck_s)
+                    # Unannounced, it sleeps until it is given up: how soon depends on how long its first actions took on a busy machine.
+                    time.sleep(3 * limits.stuck_s if announced else 60.0)
     say("done")
 
 
