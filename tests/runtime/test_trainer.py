@@ -417,3 +417,39 @@ def test_a_tracker_that_hangs_or_raises_costs_a_warning_and_no_bit_of_the_run(
     assert "tracker custom" in warning
     assert losses(tmp_path / "run") == losses(undisturbed[0])
     assert checkpoints(tmp_path / "run") == [3, 6, 8]
+
+
+class Speeds:
+    """What steps take, as `Slowdowns` keeps it: whether it was told of a number, or to find out anew."""
+
+    def __init__(self, own: dict[str, Any]) -> None:
+        self.own, self.expected, self.resets = own, None, 0
+
+    def usual(self) -> dict[str, Any]:
+        return self.own
+
+    def expect(self, usual: Any) -> None:
+        self.expected = usual["pace_s"]
+
+    def reset(self) -> None:
+        self.resets += 1
+
+
+@pytest.mark.parametrize("kept", ["[{\"pace_s\": 0.25}]", "[{}]", "{", None])
+def test_a_resume_under_the_same_plan_expects_the_speeds_of_before(
+    tmp_path: Path, data: TextData, kept: str | None
+) -> None:
+    worker, run = Worker(), tmp_path / "run"
+    run.mkdir()
+    worker.slowdowns = Speeds({} if kept is None else {"pace_s": 0.5})
+    trainer(run, data, job=job(), worker=worker).train()
+    assert (run / "speeds.json").exists() == (kept is not None)
+    if kept is not None:
+        (run / "speeds.json").write_text(kept)
+    for same_plan in (False, True):
+        worker = Worker()
+        worker.slowdowns = Speeds({})
+        trainer(run, data, job=job(), worker=worker).resume(same_plan=same_plan)
+        known = same_plan and kept is not None and "pace_s" in kept
+        assert worker.slowdowns.expected == (0.25 if known else None)
+        assert worker.slowdowns.resets == (same_plan and not known), "all ranks find out anew, or none does"
