@@ -13,7 +13,7 @@ from math import exp, log
 from pathlib import Path
 
 import numpy as np
-from published import DATA
+from published import ROWS
 from published_plan import evaluated
 from published_rows import FIT, Run, runs
 from scipy.optimize import least_squares
@@ -27,7 +27,7 @@ _HELD_BACK = 0.1
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, default=DATA, help="the published rows, one JSON a line")
+    parser.add_argument("--data", type=Path, default=ROWS, help="the published rows, one JSON a line")
     parser.add_argument(
         "--evaluations", type=int, default=12, help="how often all rows are predicted, times the constants"
     )

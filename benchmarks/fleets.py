@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from results import ROOT
+from results import DATA
 
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.predictor.transformer import Transformer
@@ -85,7 +85,7 @@ def with_profiles(description: str | None) -> argparse.Namespace:
         "--profiles",
         type=Path,
         metavar="FILE",
-        default=ROOT.parent / "shared" / "data" / "layer_profiles.json",
+        default=DATA / "layer_profiles.json",
         help="measured layers",
     )
     options = parser.parse_args()

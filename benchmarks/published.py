@@ -19,11 +19,11 @@ from statistics import fmean, median
 
 from published_plan import evaluated
 from published_rows import FIT, LATER, TEST, Run, left_out, refuted_bytes, runs
-from results import ROOT, Results
+from results import DATA, ROOT, Results
 
 from heterodyne.report.scatter import Predicted, scatter_picture
 
-DATA = ROOT.parent / "shared" / "data" / "measurements.jsonl"
+ROWS = DATA / "measured_runs.jsonl"
 _SMALLEST = 3
 _NAIVE = 0.55
 _SET_BY_HAND = "T4"
@@ -46,7 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="every eighth row")
     parser.add_argument("--json", type=Path, help="where the rows and bars are written")
-    parser.add_argument("--data", type=Path, default=DATA, help="the published rows, one JSON a line")
+    parser.add_argument("--data", type=Path, default=ROWS, help="the published rows, one JSON a line")
     options = parser.parse_args()
     if not options.data.is_file():
         print(f"there are no published rows at {options.data}; give them with --data FILE", file=sys.stderr)

@@ -108,8 +108,16 @@ def left_out(path: Path, *, quality: str = "A") -> Mapping[str, str]:
     return {row["id"]: why for row in _complete(path, quality) if (why := _other(row)) is not None}
 
 
+class _Said(dict[str, Any]):
+    """A row or a part of it: what the source does not say is None."""
+
+    def __missing__(self, column: str) -> None:
+        return None
+
+
 def _complete(path: Path, quality: str) -> list[Mapping[str, Any]]:
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line, object_hook=_Said) for line in lines if line]
     return [row for row in rows if row["quality"] == quality and row["completeness"].startswith("full")]
 
 

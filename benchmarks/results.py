@@ -20,6 +20,7 @@ from typing import Any
 __all__ = ["Results", "arguments", "spread"]
 
 ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "benchmarks" / "data"
 
 
 def arguments(

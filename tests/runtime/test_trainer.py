@@ -435,7 +435,7 @@ class Speeds:
         self.resets += 1
 
 
-@pytest.mark.parametrize("kept", ["[{\"pace_s\": 0.25}]", "[{}]", "{", None])
+@pytest.mark.parametrize("kept", ['[{"pace_s": 0.25}]', "[{}]", "{", None])
 def test_a_resume_under_the_same_plan_expects_the_speeds_of_before(
     tmp_path: Path, data: TextData, kept: str | None
 ) -> None:
