@@ -194,7 +194,8 @@ def network_of_row(row: Mapping[str, Any]) -> dict[str, Any]:
     said = re.search(r"(?:(\d+)x)?\s*([\d.]+)\s*(GB/s|Gb/s|Gbps)", cluster.get("inter") or "")
     if said:
         scale = 1e9 if said[3] == "GB/s" else 1e9 / 8
-        found["between_bytes_per_s"] = int(said[1] or 1) * float(said[2]) * scale
+        links = found["devices_per_node"] if "per GPU" in cluster["inter"] else int(said[1] or 1)
+        found["between_bytes_per_s"] = links * float(said[2]) * scale
         found["rdma"] = "AWS" not in cluster["inter"]  # these instances have no network card that RDMA can use
     elif row["source"].startswith("BigScience"):
         found["between_bytes_per_s"] = _OMNI_PATH
