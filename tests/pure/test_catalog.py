@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from heterodyne.cli.app import run
 from heterodyne.cluster.catalog import Accelerator, catalog, find, lookup
 from heterodyne.errors import ClusterError
 
@@ -89,6 +90,19 @@ def test_an_unknown_name_is_answered_with_those_that_come_close(name: str, hint:
         lookup(name)
 
 
-def test_a_name_like_no_other_has_no_hint() -> None:
-    with pytest.raises(ClusterError, match="see the files"):
+def test_a_name_like_no_other_has_the_list() -> None:
+    with pytest.raises(ClusterError, match="heterodyne kinds lists all"):
         lookup("xyzzy")
+
+
+def test_the_command_lists_kinds_by_words_of_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["kinds", "h100", "PCIE"]) == 0
+    assert "H100-PCIe-80GB" in (told := capsys.readouterr().out)
+    assert "756" in told
+    assert "V100" not in told
+    assert run(["kinds", "amd"]) == 0
+    assert "MI300X" in capsys.readouterr().out
+    assert run(["kinds"]) == 0
+    assert all(kind in told for told in [capsys.readouterr().out] for kind in catalog())
+    assert run(["kinds", "abacus"]) == 2
+    assert "no kind with 'abacus'" in capsys.readouterr().err

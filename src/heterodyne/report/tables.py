@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from heterodyne.cluster import Cluster
+from heterodyne.cluster.catalog import Accelerator
 from heterodyne.report.compare import Claim, Comparison
 from heterodyne.report.rows import Rows, columns
 from heterodyne.report.run import Run
@@ -26,6 +27,7 @@ __all__ = [
     "Verified",
     "claim_text",
     "device_rows",
+    "kind_rows",
     "prediction_rows",
     "summary_rows",
     "time_rows",
@@ -57,6 +59,40 @@ def device_rows(cluster: Cluster, sources: Mapping[str, str] | None = None) -> R
             for rank, device in enumerate(cluster.devices)
         ),
         notes=notes,
+    )
+
+
+def kind_rows(kinds: Sequence[Accelerator]) -> Rows:
+    """What datasheets say of kinds of devices, each as its driver shows it."""
+
+    def tflops(kind: Accelerator, precision: str) -> str:
+        peak = kind.peak_flops.get(precision)
+        return DASH if peak is None else digits(peak / 1e12)
+
+    def link(kind: Accelerator) -> str:
+        speed = kind.link_bandwidth_bytes_per_s
+        return " ".join(filter(None, (kind.link_type, None if speed is None else format_bandwidth(speed)))) or DASH
+
+    return Rows(
+        title=f"Kinds of devices: {len(kinds)}",
+        columns=columns("kind", ">memory", ">of it /s", ">fp32", ">fp16", ">bf16", ">fp8", "link", ">W", ">USD/h"),
+        rows=tuple(
+            (
+                kind.kind,
+                DASH if kind.memory_bytes is None else f"{kind.memory_bytes / 1e9:g} GB",
+                DASH
+                if kind.memory_bandwidth_bytes_per_s is None
+                else format_bandwidth(kind.memory_bandwidth_bytes_per_s),
+                *(tflops(kind, precision) for precision in ("fp32", "fp16", "bf16", "fp8")),
+                link(kind),
+                DASH if kind.tdp_w is None else f"{kind.tdp_w:g}",
+                f"{min(price.usd_per_hour for price in kind.prices):.2f}" if kind.prices else DASH,
+            )
+            for kind in kinds
+        ),
+        notes=(
+            "Dense peaks in TFLOP/s; links in one direction; the cheapest price that a source names. A card with two devices counts as two.",
+        ),
     )
 
 
