@@ -91,7 +91,7 @@ def kind_rows(kinds: Sequence[Accelerator]) -> Rows:
             for kind in kinds
         ),
         notes=(
-            "Dense peaks in TFLOP/s; links in one direction; the cheapest price that a source names. A card with two devices counts as two.",
+            "Dense peaks in TFLOP/s; links in one direction; the cheapest price of the sources. A card with two devices counts as two.",
         ),
     )
 
