@@ -23,6 +23,7 @@ from heterodyne.plan import Plan
 from heterodyne.plan.capabilities import runs_at_all, uses
 from heterodyne.search.fleet import space
 from heterodyne.search.fleet.watch import Watch
+from heterodyne.units import format_seconds
 
 JOB = """\
 model:
@@ -126,6 +127,9 @@ def test_several_nodes_are_planned_on_paper(shown: Shown) -> None:
     assert plan.predicted is not None
     assert plan.predicted.step_s > 0
     assert sum(p.replicas * p.micro_batches.samples for p in plan.pipelines) == plan.global_batch_size == 64
+    steps = 1e9 / (64 * 1024)
+    told = f"1e9 tokens take {format_seconds(steps * plan.predicted.step_s)} and cost {steps * plan.predicted.usd:,.2f} usd"
+    assert told in shown.out
 
 
 def test_planning_on_paper_loads_no_torch(files: Path) -> None:
@@ -256,6 +260,10 @@ def test_a_fleet_that_is_not_there_yet_is_compared_with_the_one_that_is(
     ("options", "told"),
     [
         (("--cluster", "tiny.yaml"), r"it lacks .*\n.*\neverything shared out, parameters and gradients take .* once"),
+        (
+            ("--cluster", "fleet.yaml", "--set", "model.huggingface.num_hidden_layers=40000"),
+            r"one copy of the weights and as much for their gradients are .*, and 16 devices have .* more of new",
+        ),
         (("--cluster", "tiny.yaml", "--objective", "money"), "no price is stated for t"),
         (
             ("--cluster", "fleet.yaml", "--budget", "0.1"),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from heterodyne.report.step_text import step_text
+from heterodyne.report.tables import step_rows
 from heterodyne.timeline import Event, Timeline
 
 
@@ -33,6 +34,16 @@ SMALL = Timeline.of(
         event(1, "1B0", 6, 12),
     ],
 )
+
+
+def test_the_letters_are_explained_and_the_parts_of_each_rank_told() -> None:
+    assert step_text(SMALL, 31).text().endswith("\nF: forward, B: backward, S: optimizer step, .: waiting\n")
+    table = step_rows(SMALL)
+    assert [column.title for column in table.columns] == [
+        "rank", "device", "forward", "backward", "optimizer step", "exposed communication", "idle"
+    ]  # fmt: skip
+    assert table.rows[0] == ("0", "a", "12.5 %", "25.0 %", "25.0 %", "0.0 %", "37.5 %")
+    assert table.rows[1] == ("1", "bb", "12.5 %", "25.0 %", "0.0 %", "0.0 %", "62.5 %")
 
 
 def test_places_are_times_and_waiting_is_dots() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +22,7 @@ from heterodyne.cluster.fleet_cluster import cluster_of
 from heterodyne.cluster.fleet_file import load_fleet
 from heterodyne.cluster.spec import Cluster
 from heterodyne.cluster.what_if import changed
-from heterodyne.cost.layers import LayerCosts
+from heterodyne.cost.layers import LayerCosts, Widths
 from heterodyne.errors import ClusterError, InfeasibleError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
@@ -115,6 +117,7 @@ class _Paper:
 
     def found(self, fleet: Fleet) -> tuple[PlanningResult, Cluster | Fleet]:
         """The best plan, and the devices as it was planned for them. Raises InfeasibleError."""
+        self._require_room(fleet)
         try:
             result = self._with_families(fleet, self.space)
         except StoppedError:
@@ -138,6 +141,22 @@ class _Paper:
                 result = self._with_families(fleet, replace(self.space, max_width=1, max_context=1, max_data=1))
                 _require_runnable(result, fleet, graph)
         return result, _known(fleet)
+
+    def _require_room(self, fleet: Fleet) -> None:
+        """Raises InfeasibleError where one copy of the weights and gradients, however they are sharded, is more than all devices have."""
+        costs, software = self.costs_of(fleet), software_of(self.wishes.framework)
+        rooms = {pool.name: max(0, _room(pool, software)) for pool in fleet.pools}
+        room = sum(pool.devices * rooms[pool.name] for pool in fleet.pools)
+        needed = min(_least_bytes(costs, kind) for kind in fleet.kinds)
+        if needed > room:
+            raise InfeasibleError(
+                f"one copy of the weights and as much for their gradients are {format_bytes(needed)}, however they are sharded, and "
+                f"{counted(fleet.devices, 'device')} have {format_bytes(room)} for them: no plan trains this model here. Add "
+                f"{format_bytes(needed - room)} or more, such as {math.ceil((needed - room) / max(rooms.values()))} more of "
+                f"{max(rooms, key=rooms.__getitem__)}, and as much again for what the optimizer keeps"
+                if any(rooms.values())
+                else "no device has room for a model"
+            )
 
     def search(self, fleet: Fleet, space: Space) -> FleetResult:
         planner, wishes = self._planner(fleet), self.wishes
@@ -248,6 +267,18 @@ class _Paper:
 def _room(pool: Pool, software: Software) -> int:
     """Bytes of a device that a plan may fill; 0 or less where there is none."""
     return usable_bytes(pool.memory_bytes, pool.backend) - software.buffer_bytes
+
+
+def _least_bytes(costs: LayerCosts, kind: str) -> int:
+    """Bytes of all weights, once, and as many for their gradients, as far as they are known on that kind; tied ones count once."""
+    layers = ((costs.cost(kind, name, Widths(), 1), count) for name, count in Counter(costs.layers).items())
+    return 2 * round(
+        sum(
+            count * layer.parameter_bytes * (1 - layer.tied_bytes / layer.gradient_bytes if layer.gradient_bytes else 1)
+            for layer, count in layers
+            if layer is not None
+        )
+    )
 
 
 def _without_units(fleet: Fleet, precision: str) -> list[str]:

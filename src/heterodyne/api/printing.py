@@ -19,11 +19,12 @@ from heterodyne.report.rows import Rows
 from heterodyne.report.run import Candidate
 from heterodyne.report.step_text import step_text
 from heterodyne.report.step_times import step_spans
-from heterodyne.report.tables import device_rows
+from heterodyne.report.tables import device_rows, step_rows
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.result import AlternativeRow, PlanningResult
 from heterodyne.terminal import console_on
 from heterodyne.timeline import Timeline
+from heterodyne.units import format_seconds
 
 __all__ = ["candidate_lines", "result_json", "show", "show_result", "show_step", "terminal_width"]
 
@@ -123,14 +124,26 @@ def show_result(
         step = result.timeline()
         if len(step.devices) <= _DRAWN:
             show_step(step)
+            show(step_rows(step.of_step(max(step_spans(step), default=0))))
     if frontier:
         rows = tuple(AlternativeRow(name=in_short(plan), plan=plan) for plan in result.frontier)
         title = "Time, money and devices: of the plans found none is better in one without being worse in another"
         show(candidate_rows(_candidates(rows), seq=seq, title=title))
     if result.families:
         show(candidate_rows(_candidates(result.families), title="The best of each kind of plan"))
-    sys.stdout.write(printable("\n".join(result.words)) + "\n\n")
+    words = [*result.words, *_of_many_tokens(result.plan, seq)]
+    sys.stdout.write(printable("\n".join(words)) + "\n\n")
     sys.stdout.flush()
+
+
+def _of_many_tokens(plan: Plan, seq: int | None) -> Sequence[str]:
+    """What 1e9 tokens take under a plan, and cost where prices are known; nothing without a prediction or without tokens."""
+    predicted = plan.predicted
+    if not seq or predicted is None:
+        return ()
+    steps = 1e9 / (seq * plan.global_batch_size)
+    cost = "" if predicted.usd is None else f" and cost {steps * predicted.usd:,.2f} usd"
+    return (f"1e9 tokens take {format_seconds(steps * predicted.step_s)}{cost}.",)
 
 
 def _candidates(rows: Sequence[AlternativeRow]) -> tuple[Candidate, ...]:

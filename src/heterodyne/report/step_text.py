@@ -17,6 +17,8 @@ from rich.text import Text
 
 from heterodyne.printable import printable
 from heterodyne.report.palette import LIGHT, STAGE_COLOURS, event_key, stage_of
+from heterodyne.report.step_times import in_order
+from heterodyne.report.words import kind_name
 from heterodyne.timeline import Event, Timeline
 from heterodyne.units import format_seconds
 
@@ -29,16 +31,20 @@ _DARKEST_FOR_BLACK = 110.0  # luminance, 0 to 255
 
 @dataclass(frozen=True, kw_only=True)
 class StepText:
-    """``rows``: the margin, then ``(text, colour)`` for each action or wait, colour "" for waiting. ``scale``: what a row spans."""
+    """``rows``: the margin, then ``(text, colour)`` for each action or wait, colour "" for waiting. ``scale``: what a row spans.
+
+    ``legend``: what the letters stand for.
+    """
 
     title: str
     rows: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
     scale: str
+    legend: str
 
     def text(self) -> str:
         """Without colour."""
         lines = [margin + "".join(part for part, _ in runs).rstrip() for margin, runs in self.rows]
-        return "\n".join([self.title, *lines, self.scale]) + "\n"
+        return "\n".join([self.title, *lines, self.scale, self.legend]) + "\n"
 
     def __rich__(self) -> Text:
         drawn = Text(no_wrap=True, overflow="crop")
@@ -49,7 +55,7 @@ class StepText:
                 plain = part.replace("=", " ").replace(".", " ")
                 drawn.append(plain, style=f"{_ink(colour)} on {colour}" if colour else "")
             drawn.append("\n")
-        drawn.append(self.scale, style="dim")
+        drawn.append(f"{self.scale}\n{self.legend}", style="dim")
         return drawn
 
 
@@ -68,7 +74,16 @@ def step_text(timeline: Timeline, width: int, *, title: str = "One step") -> Ste
         title=title,
         rows=rows,
         scale=f"{format_seconds(timeline.span_s)} from left to right; a character is {format_seconds(span_s / room)}",
+        legend=_legend(timeline),
     )
+
+
+def _legend(timeline: Timeline) -> str:
+    """What the first letters stand for; kinds that share one stand together."""
+    names: dict[str, list[str]] = {}
+    for kind in in_order({event.kind for event in timeline.events if event.lane == "compute"}):
+        names.setdefault(kind[:1], []).append(kind_name(kind))
+    return ", ".join(f"{letter}: {' or '.join(of)}" for letter, of in {**names, ".": ["waiting"]}.items())
 
 
 def _of_rank(timeline: Timeline, rank: int) -> list[Event]:

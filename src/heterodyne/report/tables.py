@@ -10,6 +10,7 @@ from heterodyne.cluster.catalog import Accelerator
 from heterodyne.report.compare import Claim, Comparison
 from heterodyne.report.rows import Rows, columns
 from heterodyne.report.run import Run
+from heterodyne.report.step_times import EXPOSED, IDLE, by_rank, in_order
 from heterodyne.report.words import (
     DASH,
     byte_size,
@@ -21,6 +22,7 @@ from heterodyne.report.words import (
     ratio,
     seconds,
 )
+from heterodyne.timeline import Timeline
 from heterodyne.units import format_bandwidth
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "device_rows",
     "kind_rows",
     "prediction_rows",
+    "step_rows",
     "summary_rows",
     "time_rows",
     "verified_rows",
@@ -196,6 +199,24 @@ def time_rows(comparison: Comparison) -> Rows:
         columns=columns(">rank", "device", "on", ">predicted", ">measured", ">error"),
         rows=tuple(rows),
         notes=("wait is the part of the step in which the rank computes nothing",),
+    )
+
+
+def step_rows(timeline: Timeline) -> Rows:
+    """What each rank of one step does in how much of it, in percent that add up to the whole."""
+    computed = in_order({event.kind for event in timeline.events if event.lane == "compute"})
+    parts = {kind: kind_name(kind) for kind in computed} | {EXPOSED: "exposed communication", IDLE: "idle"}
+    return Rows(
+        title="Where that step goes",
+        columns=columns(">rank", "device", *(f">{name}" for name in parts.values())),
+        rows=tuple(
+            (
+                str(times.rank),
+                timeline.devices[times.rank],
+                *(percent(times.seconds(kind) / times.span_s) for kind in parts),
+            )
+            for times in by_rank(timeline)
+        ),
     )
 
 
