@@ -132,6 +132,17 @@ def test_several_nodes_are_planned_on_paper(shown: Shown) -> None:
     assert told in shown.out
 
 
+def test_what_16_bits_would_gain_is_said_of_a_job_in_32(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (files / "job.yaml").write_text(SMALL)
+    assert run(["plan", "job.yaml", "--cluster", "fleet.yaml"]) == 0
+    assert "in 16 bits" not in capsys.readouterr().err
+    assert run(["plan", "job.yaml", "--cluster", "fleet.yaml", "--set", "training.precision=fp32"]) == 0
+    said = capsys.readouterr().err
+    assert re.search(
+        r"in 16 bits A100-SXM-80GB computes \d+\.\d times as fast and V100-SXM2-32GB computes \d+\.\d", said
+    )
+
+
 def test_planning_on_paper_loads_no_torch(files: Path) -> None:
     program = (
         "import sys; from heterodyne.cli.app import run; status = run(['plan', 'job.yaml', '--cluster', 'fleet.yaml']); "

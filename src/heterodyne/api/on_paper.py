@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,7 +21,7 @@ from heterodyne.cluster.fleet_cluster import cluster_of
 from heterodyne.cluster.fleet_file import load_fleet
 from heterodyne.cluster.spec import Cluster
 from heterodyne.cluster.what_if import changed
-from heterodyne.cost.layers import LayerCosts, Widths
+from heterodyne.cost.layers import LayerCosts, compute_s, least_bytes
 from heterodyne.errors import ClusterError, InfeasibleError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
@@ -109,11 +108,24 @@ class _Paper:
                     f"{pool.name}: the {format_bytes(pool.memory_bytes)} of a {pool.kind} are less than a process takes before there is a "
                     f"model ({format_bytes(context_bytes(pool.backend))}{buffers}), so nothing is planned on it"
                 )
+        if precision == "fp32" and self.wishes.profile is None and (faster := self._faster_in_16_bits(fleet)):
+            self.say(f"in 16 bits {faster} (--set training.precision=auto)")
         if strategy != "auto":
             self.say(
                 f"parallelism.strategy {strategy} is not heeded where alike devices are counted: --families shows the best of each kind "
                 "of plan"
             )
+
+    def _faster_in_16_bits(self, fleet: Fleet) -> str:
+        """Return how many times as fast kinds of devices would compute the layers of the model; "" where no kind has units for that."""
+        training = self.job.training.model_copy(update={"precision": "auto"})
+        job = self.job.model_copy(update={"training": training})
+        mixed = costs_of_job(job, self.base, framework=self.wishes.framework)(fleet)
+        ratios = {
+            kind: compute_s(self.costs_of(fleet), kind) / (compute_s(mixed, kind) or math.inf) for kind in fleet.kinds
+        }
+        told = [f"{kind} computes {ratio:.1f} times as fast" for kind, ratio in ratios.items() if ratio > 1.05]
+        return " and ".join(told)
 
     def found(self, fleet: Fleet) -> tuple[PlanningResult, Cluster | Fleet]:
         """The best plan, and the devices as it was planned for them. Raises InfeasibleError."""
@@ -147,7 +159,7 @@ class _Paper:
         costs, software = self.costs_of(fleet), software_of(self.wishes.framework)
         rooms = {pool.name: max(0, _room(pool, software)) for pool in fleet.pools}
         room = sum(pool.devices * rooms[pool.name] for pool in fleet.pools)
-        needed = min(_least_bytes(costs, kind) for kind in fleet.kinds)
+        needed = min(least_bytes(costs, kind) for kind in fleet.kinds)
         if needed > room:
             raise InfeasibleError(
                 f"one copy of the weights and as much for their gradients are {format_bytes(needed)}, however they are sharded, and "
@@ -267,18 +279,6 @@ class _Paper:
 def _room(pool: Pool, software: Software) -> int:
     """Bytes of a device that a plan may fill; 0 or less where there is none."""
     return usable_bytes(pool.memory_bytes, pool.backend) - software.buffer_bytes
-
-
-def _least_bytes(costs: LayerCosts, kind: str) -> int:
-    """Bytes of all weights, once, and as many for their gradients, as far as they are known on that kind; tied ones count once."""
-    layers = ((costs.cost(kind, name, Widths(), 1), count) for name, count in Counter(costs.layers).items())
-    return 2 * round(
-        sum(
-            count * layer.parameter_bytes * (1 - layer.tied_bytes / layer.gradient_bytes if layer.gradient_bytes else 1)
-            for layer, count in layers
-            if layer is not None
-        )
-    )
 
 
 def _without_units(fleet: Fleet, precision: str) -> list[str]:

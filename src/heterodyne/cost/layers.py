@@ -6,12 +6,14 @@ kind of layer, however deep the model is. Measured profiles and formulas fill th
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from heterodyne.plan.short import width_words
 
-__all__ = ["DATA_WIDTHS", "LayerCost", "LayerCosts", "Widths"]
+__all__ = ["DATA_WIDTHS", "LayerCost", "LayerCosts", "Widths", "compute_s", "least_bytes"]
 
 DATA_WIDTHS = (1, 2, 4, 8)
 """In how many parts a stage may have its micro-batches wherever it is known what a layer costs one device."""
@@ -113,3 +115,25 @@ class LayerCosts(Protocol):
 
     def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
         """None where it is not known, such as beyond the largest micro-batch that was measured, or where samples would be divided."""
+
+
+def compute_s(costs: LayerCosts, device_kind: str) -> float:
+    """Return the seconds of the forward and backward of one sample through all layers on one device, as far as they are known."""
+    return sum(count * (layer.forward_s + layer.backward_s) for layer, count in _of_one_sample(costs, device_kind))
+
+
+def least_bytes(costs: LayerCosts, device_kind: str) -> int:
+    """Return the bytes of one copy of all weights and as many for their gradients, as far as they are known; tied ones count once."""
+    return 2 * round(
+        sum(
+            count * layer.parameter_bytes * (1 - layer.tied_bytes / layer.gradient_bytes if layer.gradient_bytes else 1)
+            for layer, count in _of_one_sample(costs, device_kind)
+        )
+    )
+
+
+def _of_one_sample(costs: LayerCosts, device_kind: str) -> Iterator[tuple[LayerCost, int]]:
+    for name, count in Counter(costs.layers).items():
+        layer = costs.cost(device_kind, name, Widths(), 1)
+        if layer is not None:
+            yield layer, count
