@@ -37,7 +37,6 @@ GOOD = {
     "train": ("train", "job.yaml", *ON_ONE),
     "verify": ("verify", "job.yaml", *ON_ONE, "--batches", "1"),
     "report": ("report", "run"),
-    "convert-checkpoint": ("convert-checkpoint", "old/step-4", "--trust"),
     "emulate": ("emulate", "--speeds", "0.5", "--", "true"),
 }
 PATHS = (
@@ -238,16 +237,6 @@ def of_crafted_checkpoint(draw: Draw) -> Case:
     return Case(kind=draw.kind, arguments=RESUME, files=spoiled, names=("checkpoint", "step-"))
 
 
-def of_old_checkpoint(draw: Draw) -> Case:
-    path = draw.chance.choice(sorted((draw.place / "old" / "step-4").iterdir()))
-    return Case(
-        kind=draw.kind,
-        arguments=GOOD["convert-checkpoint"],
-        files={str(path.relative_to(draw.place)): _any(path, draw.chance)},
-        names=("step-4",),
-    )
-
-
 def of_exported(draw: Draw) -> Case:
     path = draw.chance.choice(sorted((draw.place / "hf" / "model").iterdir()))
     command = ("train", "from_hf.yaml", *ON_ONE)
@@ -368,7 +357,7 @@ def of_odd_file(draw: Draw) -> Case:
         names=(name, Path(name).name, Path(name).parent.name, "data", "model", "checkpoint", "run"),
         equals_whole=command is RESUME,
         # A report shows what can be read, and a run goes on from an earlier checkpoint.
-        refused=name.partition("/")[0] not in ("run", "hf", "old") and kind != "huge",
+        refused=name.partition("/")[0] not in ("run", "hf") and kind != "huge",
     )
 
 
@@ -461,7 +450,6 @@ KINDS: dict[str, tuple[int, Callable[[Draw], Case]]] = {
     "run directory": (6, of_run),
     "checkpoint": (4, of_checkpoint),
     "crafted checkpoint": (2, of_crafted_checkpoint),
-    "checkpoint of an earlier release": (1, of_old_checkpoint),
     "exported model": (2, of_exported),
     "data": (2, of_data),
     "schedule": (1, of_schedule),
@@ -513,7 +501,6 @@ def _read_files(place: Path) -> list[tuple[tuple[str, ...], str]]:
     for folder, command in (
         ("run/checkpoint/step-4", RESUME),
         ("hf/model", ("train", "from_hf.yaml", *ON_ONE)),
-        ("old/step-4", GOOD["convert-checkpoint"]),
     ):
         found += [(command, f"{folder}/{path.name}") for path in sorted((place / folder).iterdir())]
     return found

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import json
-import random
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import yaml
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from heterodyne.runtime.checkpoint.state_tree import Leaf
 from multiprocess.cli_job import MODEL
 
 __all__ = ["CLUSTER", "FLEET", "JOB", "SCHEDULE", "STEPS", "make_place"]
@@ -79,24 +72,3 @@ def make_place(place: Path, heterodyne: Callable[..., None]) -> None:
     heterodyne("train", "hf.yaml", "--cluster", "one.yaml", "--run-dir", "hf")
     for name in ("plan.json", "profile.json"):
         (place / name).write_bytes((place / "run" / name).read_bytes())
-    _write_first_version(place / "old" / "step-4")
-
-
-def _write_first_version(path: Path) -> None:
-    """A checkpoint as the first release wrote it."""
-    path.mkdir(parents=True)
-    generators = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    save(
-        {
-            "state/model/w": torch.arange(5.0),
-            "skeleton": {"model": {"w": Leaf("state/model/w")}},
-            "random/0": generators,
-        },
-        storage_writer=FileSystemWriter(path),
-        planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-        no_dist=True,
-    )
-    (path / "plan.json").write_text("{}")
-    files = {file.name: {"bytes": file.stat().st_size, "crc32": zlib.crc32(file.read_bytes())} for file in path.iterdir()}  # fmt: skip
-    content = {"version": 1, "step": 4, "identity": {}, "world_size": 1, "torch": torch.__version__, "files": files}
-    (path / "manifest.json").write_text(json.dumps(content))

@@ -474,7 +474,6 @@ def test_nothing_on_the_way_of_resume_reads_what_could_run_code() -> None:
         waiting += imported(reached[name])
     assert "heterodyne.runtime.checkpoint.checkpoints" in reached
     assert "heterodyne.runtime.trainer" in reached
-    assert "heterodyne.api.checkpoint_conversion" not in reached
     faults = {name: found for name, tree in reached.items() if (found := readers_of_code(tree))}
     assert set(faults) == BETWEEN_OWN_PROCESSES, faults
     assert not [name for name in faults if name.startswith("heterodyne.runtime.checkpoint")]

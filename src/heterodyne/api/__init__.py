@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from heterodyne.api.again import Training, train_here
-    from heterodyne.api.checkpoint_conversion import convert_checkpoint, require_first_version
     from heterodyne.api.distributed import Distributed
     from heterodyne.api.distributing import distribute
     from heterodyne.api.global_batches import Batches, batches
@@ -44,8 +43,6 @@ _HOMES = {
     "Trackers": "heterodyne.runtime.records.trackers.trackers",
     "batches": "heterodyne.api.global_batches",
     "capture": "heterodyne.frontend",
-    "convert_checkpoint": "heterodyne.api.checkpoint_conversion",
-    "require_first_version": "heterodyne.api.checkpoint_conversion",
     "distribute": "heterodyne.api.distributing",
     "measure_job": "heterodyne.api.measure",
     "on_every_device": "heterodyne.api.workers",
@@ -67,13 +64,11 @@ __all__ = [
     "Training",
     "batches",
     "capture",
-    "convert_checkpoint",
     "distribute",
     "measure_job",
     "on_every_device",
     "open_session",
     "plan_job",
-    "require_first_version",
     "simulate_job",
     "train_here",
     "train_job",

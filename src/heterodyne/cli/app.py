@@ -17,7 +17,7 @@ from typing import Final
 import typer
 
 import heterodyne
-from heterodyne.cli import convert_checkpoint, devices, emulate, kinds, measure, plan, report, simulate, train, verify
+from heterodyne.cli import devices, emulate, kinds, measure, plan, report, simulate, train, verify
 from heterodyne.cli.failure import of_the_system, tell
 from heterodyne.errors import HeterodyneError
 
@@ -63,7 +63,7 @@ def application() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for verb in (devices, kinds, measure, plan, simulate, train, verify, report, convert_checkpoint):
+    for verb in (devices, kinds, measure, plan, simulate, train, verify, report):
         app.command(verb.__name__.rpartition(".")[2].replace("_", "-"))(_ending(verb.command))
     app.command("emulate", context_settings={"allow_interspersed_args": False})(_ending(emulate.command))
     return app

@@ -77,13 +77,7 @@ class Manifest(_Strict):
         path = directory / MANIFEST
         try:
             content = read_json(path, _MANIFEST_BYTES)
-            version = content.get("version")
-            if type(version) is int and 0 < version < VERSION:
-                raise CheckpointError(
-                    f"{path} is of an earlier release (version {version}), which kept Python objects: `heterodyne convert-checkpoint "
-                    f"{directory}` reads it once, and runs what is in it"
-                )
-            if version != VERSION:
+            if content.get("version") != VERSION:
                 raise CheckpointError(f"{path} is of another version than {VERSION}: use the release that wrote it")
             digest = content.pop("digest")
             if digest != _digest(content):
