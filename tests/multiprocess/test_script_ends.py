@@ -95,7 +95,7 @@ def test_a_script_that_raises_without_with_ends_on_all_ranks_and_its_own_words_c
     ended: dict[str, tuple[int, str, str]],
 ) -> None:
     status, said, log = ended["raises"]
-    assert status == 1
+    assert status == 1, said + log
     assert log.splitlines()[-1].endswith("ValueError: what the script says")
     assert "failed: ValueError: what the script says" in said, "rank 0 says why it ends"
     assert "heterodyne: rank 1 on" in said, "and the launcher blames who raised"
@@ -104,7 +104,7 @@ def test_a_script_that_raises_without_with_ends_on_all_ranks_and_its_own_words_c
 
 def test_an_error_that_one_rank_alone_catches_ends_all(ended: dict[str, tuple[int, str, str]]) -> None:
     status, said, log = ended["catches"]
-    assert status == 1
+    assert status == 1, said + log
     assert "the end" not in said + log
     assert "RuntimeError: an error of rank 1" in log.partition("heterodyne: rank 1")[0], "the traceback comes first"
     assert "has had an error that the others have not: validate() raised RuntimeError: an error of rank 1" in said

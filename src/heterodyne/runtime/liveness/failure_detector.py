@@ -282,7 +282,8 @@ class FailureDetector:
                 went_on = calls.number > own.raised or (calls.number == own.raised and not calls.inside)
                 age_s = min(since_s, of_other.call_age_s + self._silence_s[other])
                 computes = of_other.kind == "work" and of_other.state != BETWEEN_STEPS  # and may come to that error yet
-                limit_s = self._limits.stuck_s if computes else self._limits.raised_s
+                late_s = max(heartbeat.late_s, of_other.late_s)
+                limit_s = self._limits.stuck_s if computes else self._limits.patience_s(self._limits.raised_s, late_s)
                 if went_on or (calls.number == own.raised and calls.inside and age_s > limit_s):
                     return self._blame(
                         rank,

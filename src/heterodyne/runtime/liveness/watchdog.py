@@ -38,7 +38,10 @@ from heterodyne.runtime.liveness.members import Member
 from heterodyne.runtime.liveness.signing import SignedStore
 from heterodyne.runtime.liveness.tree import Report, children, neighbours, telling
 
-__all__ = ["Watchdog", "end_process"]
+__all__ = ["STORE_KEEPER", "Watchdog", "end_process"]
+
+STORE_KEEPER = 0
+"""The rank whose process has the store."""
 
 _FAILURE = "failure"
 _LEFT = "left"
@@ -75,7 +78,6 @@ class Watchdog:
     Args:
         store: a connection of its own to the one where the workers met; what is not signed is not believed.
         members: all workers, in order of rank.
-        store_keeper: the rank that keeps the store, None if the launcher does.
         before_exit: called before the process is ended from here, to close files; it has a second.
     """
 
@@ -86,13 +88,11 @@ class Watchdog:
         rank: int,
         members: Sequence[Member],
         limits: WatchLimits | None = None,
-        store_keeper: int | None = 0,
         before_exit: Callable[[], None] | None = None,
     ) -> None:
         self._limits = limits or WatchLimits()
         self._rank = rank
         self._members = tuple(members)
-        self._store_keeper = store_keeper
         self._before_exit = before_exit
         self._pulse_store = store
 
@@ -141,14 +141,8 @@ class Watchdog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            self.tell(error)
-            if len(self._members) > 1:
-                time.sleep(
-                    min(self._limits.publish_s, 2 * self._limits.interval_s)
-                    if self._rank == self._store_keeper
-                    else 0.0
-                )
+        if error is not None and self.tell(error) and len(self._members) > 1:
+            time.sleep(min(self._limits.publish_s, 2 * self._limits.interval_s) if self._rank == STORE_KEEPER else 0.0)
         self._left.set()
         self._news.set()
         for thread in self._threads:
@@ -202,15 +196,18 @@ class Watchdog:
         self._called_s = time.monotonic()
         self._calls = self._calls.ended()
 
-    def tell(self, error: BaseException) -> None:
-        """The main thread ends by an error: the others are told, as when the block is left. After a lack of memory this returns when all
-        have written what they hold.
+    def tell(self, error: BaseException) -> bool:
+        """Tell the others that the main thread ends by an error, as when the block is left; return whether it is one (`sys.exit(0)` is
+        none). After a lack of memory this returns when all have written what they hold.
         """
+        if isinstance(error, SystemExit) and not error.code:
+            return False
         self._decide(self._own_failure(error))
         self._asked.set()
         if len(self._members) > 1:
             self._published.wait(self._limits.publish_s)
         self._rescued()
+        return True
 
     def blame(self) -> WorkerError | None:
         """Who is at fault, for a main thread that got an error from a collective; None if everybody seems well.
@@ -377,7 +374,7 @@ class Watchdog:
         limits, late_s = self._limits, max(self._lateness.values())
         if stalled_s <= limits.patience_s(limits.longest_silence_s, late_s):
             return False
-        life = "unknown" if self._store_keeper is None else self._life(self._store_keeper)
+        life = self._life(STORE_KEEPER)
         return stalled_s > limits.patience_s(limits.longest_silence_s, late_s, life)
 
     def _life(self, rank: int) -> Life:
@@ -477,10 +474,8 @@ class Watchdog:
     def _store_is_gone(self, how: str) -> Failure:
         if (asleep := self._after_sleep()) is not None:
             return asleep
-        if self._store_keeper is None:
-            return Failure(rank=None, host=None, text=f"the launcher keeps the store, and {how}")
-        keeper = self._members[self._store_keeper]
-        life = self._life(self._store_keeper)
+        keeper = self._members[STORE_KEEPER]
+        life = self._life(STORE_KEEPER)
         return self._blame(keeper, f"keeps the store, and {how}" + ("" if life == "unknown" else f"; it {LIFE[life]}"))
 
     def _blame(self, member: Member, happened: str) -> Failure:

@@ -98,21 +98,18 @@ def init_distributed(
                 )
                 key = hmac.digest(run_store.key, b"objects", "sha256")
                 yield Session(environment=environment, members=members, store=store, watchdog=watchdog, key=key)
-            except (RuntimeError, WorkerError) as error:
-                if isinstance(error, OutOfMemoryError):
-                    # First, for a backend may end the others as soon as this one's connections close.
+            except BaseException as error:
+                if not _is_of_the_network(error):
+                    # First: the calls of the others fail as soon as this one's connections close, and a backend may end them.
                     watchdog.tell(error)
                 _destroy_in_bounded_time()
-                if "Too many open files" in str(error):
+                if isinstance(error, RuntimeError | WorkerError) and "Too many open files" in str(error):
                     raise WorkerError(
                         f"rank {environment.rank} cannot open another connection: {TOO_MANY_OPEN}",
                         rank=environment.rank,
                     ) from error
                 with blamed(watchdog):
                     raise
-            except BaseException:
-                _destroy_in_bounded_time()
-                raise
         dist.destroy_process_group()
         if environment.world_size > 1:
             _farewell(run_store, environment, members)
@@ -129,12 +126,14 @@ def blamed(watchdog: Watchdog) -> Iterator[None]:
         raise
 
 
-def _is_of_the_network(error: RuntimeError | WorkerError) -> bool:
+def _is_of_the_network(error: BaseException) -> bool:
     """Collectives fail with subclasses of RuntimeError or, in gloo, with a plain one that only its text tells apart; process groups make a
     WorkerError of it that names nobody.
     """
     if isinstance(error, WorkerError):
-        return error.rank is None
+        return error.rank is None and not isinstance(error, OutOfMemoryError)
+    if not isinstance(error, RuntimeError):
+        return False
     if isinstance(error, dist.DistError):
         return True
     text = str(error).lower()
