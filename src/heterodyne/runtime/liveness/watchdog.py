@@ -405,7 +405,8 @@ class Watchdog:
         """A worker that is gone may have left in peace, or said why it failed, since the last round: look again."""
         self._doubted = self._doubted | {rank}
         before = self._rounds
-        until = time.monotonic() + self._limits.longest_round_s
+        late_s = max(self._lateness.values())
+        until = time.monotonic() + self._limits.patience_s(self._limits.longest_round_s, late_s)
         while self._rounds < before + 2 and time.monotonic() < until and self._failure is None:
             if self._left.wait(self._limits.interval_s / 10):
                 return True
