@@ -49,7 +49,7 @@ class Network(nn.Module):
         hidden = self.squash(self.second(hidden)) * self.prior * self.config["scale"]
         if self.gate is not None:
             hidden = hidden * self.gate
-        penalty = hidden.square().mean(1) * self.beta if self.beta > 0 else hidden.new_zeros(len(hidden))
+        penalty = hidden.square().mean(1) * self.beta if self.beta > 0 else hidden.new_zeros(hidden.shape[0])
         logits = self.head(hidden)
         if self.helps and self.training:
             logits = logits + 0.3 * self.extra(hidden)
