@@ -80,6 +80,30 @@ def test_sizes_grow_while_any_rank_gains(fixed_s: float, largest: int) -> None:
     assert blocks["*"][0].micro_batch_size == 1
 
 
+def test_who_gains_nothing_by_larger_sizes_continues_in_proportion_while_others_go_on() -> None:
+    """Here 0.01 s a sample at any size; the other rank gains up to 8 samples."""
+    clock, words = FakeClock(), iter(["yes"] * 3)
+    programs = {"layer": FakeProgram(clock, 0.0, 0.01), "*": FakeProgram(clock, 0.0, 0.01)}
+    met = []
+
+    def gather(word: str | None) -> list[str | None]:
+        met.append(word)
+        gains = len(met) in (4, 6, 8)  # behind the first meeting and those after each section
+        return [word, next(words, None) if gains else None]
+
+    bench = bench_of(clock, gather=gather, devices=("a", "b"))
+    blocks = measure_blocks(programs, [1, 2, 4, 8, 16], bench, while_faster=True, budget_s=1e9)
+    assert [(s.micro_batch_size, s.extrapolated) for s in blocks["layer"]] == [
+        (1, False),
+        (2, False),
+        (4, True),
+        (8, True),
+    ]
+    assert [s.micro_batch_size for s in blocks["*"]] == [1, 2]
+    for s in blocks["layer"]:
+        assert s.forward_s == pytest.approx(0.01 * s.micro_batch_size)
+
+
 def test_the_halves_of_a_backward_are_measured_apart_and_the_whole_model_is_not_halved() -> None:
     """A backward of twice the forward, of which a third is left for the second half."""
     clock = FakeClock()
