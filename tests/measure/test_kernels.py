@@ -69,9 +69,12 @@ def test_the_whole_model_is_measured_at_three_sizes_and_they_give_the_compositio
     assert compute.forward.composition == tuple((size, pytest.approx(1.2)) for size in (1, 4, 8))
 
 
-@pytest.mark.parametrize(("fixed_s", "largest"), [(0.0, 2), (0.01, 32), (0.1, 256)])
+@pytest.mark.parametrize(("fixed_s", "largest"), [(0.0, 4), (0.01, 64), (0.1, 256)])
 def test_sizes_grow_while_any_rank_gains(fixed_s: float, largest: int) -> None:
-    """``a + b n`` seconds: doubling to n gains (a / n) / (2 a / n + b), within 3% from n = 31.3 a / b on. The other rank never gains."""
+    """``a + b n`` seconds: doubling to n gains (a / n) / (2 a / n + b), within 3% from n = 31.3 a / b on.
+
+    Once may be noise. The other rank never gains.
+    """
     clock = FakeClock()
     programs = {"layer": FakeProgram(clock, fixed_s, 0.01), "*": FakeProgram(clock, fixed_s, 0.01)}
     bench = bench_of(clock, gather=lambda word: (word, None), devices=("a", "b"))
@@ -96,10 +99,10 @@ def test_who_gains_nothing_by_larger_sizes_continues_in_proportion_while_others_
     assert [(s.micro_batch_size, s.extrapolated) for s in blocks["layer"]] == [
         (1, False),
         (2, False),
-        (4, True),
+        (4, False),
         (8, True),
     ]
-    assert [s.micro_batch_size for s in blocks["*"]] == [1, 2]
+    assert [s.micro_batch_size for s in blocks["*"]] == [1, 4]
     for s in blocks["layer"]:
         assert s.forward_s == pytest.approx(0.01 * s.micro_batch_size)
 

@@ -21,6 +21,7 @@ from heterodyne.units import format_bytes
 __all__ = ["extrapolate", "measure_blocks", "whole_sizes"]
 
 _MOST_LENIENCY = 5.0
+_TWICE = 2  # once may be a moment in which others were busy
 _MEMORY_RUNS = 2  # what looking at the memory of a block takes; less on a CPU, more elsewhere
 
 
@@ -42,7 +43,7 @@ def measure_blocks(
         programs: what to measure, by kind, the same kinds in the same order on every rank. ``*`` is the whole model, measured at
             `whole_sizes` only; it is left out where it does not fit into memory or time.
         micro_batch_sizes: the same on every rank.
-        while_faster: a rank measures no larger sizes once it gains nothing by them, that is, once a sample takes no less time in them; what
+        while_faster: a rank measures no larger sizes once it gained nothing twice, that is, a sample takes no less time in them; what
             the others still measure is continued there in proportion. Once no rank gains, no larger sizes are looked at.
         budget_s: about the seconds that this may take, without those of a compiler; small sizes come first, and what is left out is
             continued from them.
@@ -149,6 +150,7 @@ class _Survey:
         self._counts = {kind: counts.get(kind, 1) for kind in programs if kind != WHOLE}
         self._measured: dict[str, list[BlockSample]] = {kind: [] for kind in programs}
         self._reasons: dict[str, str] = {}
+        self._in_vain = 0
         self._enough = 0  # the size after which nothing is gained; 0: there may be more to gain
 
     def let_go(self) -> None:
@@ -208,9 +210,10 @@ class _Survey:
         return self._expected_s(WHOLE, size)
 
     def goes_on_after(self, size: int) -> bool:
-        """Whether this rank wants to measure larger sizes; never again after the first one by which it gains nothing."""
-        if not self._enough and not self._gains(size):
-            self._enough = size
+        """Whether this rank wants to measure larger sizes; never again after two in a row by which it gains nothing."""
+        if not self._enough:
+            self._in_vain = 0 if self._gains(size) else self._in_vain + 1
+            self._enough = size if self._in_vain == _TWICE else 0
         return not self._enough
 
     def _gains(self, size: int) -> bool:

@@ -351,7 +351,9 @@ class _Session:
         reduces = measure_all_reduce(
             self._peers, self._process_group, self._ids, self._bench, budget_s=self._budget("all-reduce")
         )
-        sends = measure_sends(self._peers, self._ids, self._bench, budget_s=self._budget("transfers"))
+        # Of a link it is a few messages, however short the training: what most plans cannot be predicted without.
+        transfers_s = self._request.budget_s * _BUDGET["transfers"]
+        sends = measure_sends(self._peers, self._ids, self._bench, budget_s=transfers_s)
         exchanges = measure_exchanges(
             self._peers, self._process_group, self._ids, self._bench, budget_s=self._budget("exchanges")
         )
