@@ -70,6 +70,7 @@ BENCHMARKS = (
     "heartbeats",
     "trackers",
     "accelerator_path",
+    "worker_memory",
     "memory_truth",
     "memory_limits",
     "sharded_state",

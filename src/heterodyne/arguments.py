@@ -109,6 +109,10 @@ def _number(words: str, most: float = math.inf) -> Check:
     return _unless(test, f"{words}: finite, and not negative")
 
 
+def _or_auto(check: Check) -> Check:
+    return lambda value: None if isinstance(value, str) and value == "auto" else check(value)
+
+
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -260,7 +264,7 @@ _TABLE: Final[Mapping[str, Check]] = {
     "loss": _loss,
     "loss_count": _loss_count,
     "loss_inputs": _texts,
-    "measure_s": _number("seconds"),
+    "measure_s": _or_auto(_number("seconds, or 'auto'")),
     "metrics": _metrics,
     "micro_batch_sizes": _micro_batch_sizes,
     "model": _MODULE,
@@ -281,7 +285,7 @@ _TABLE: Final[Mapping[str, Check]] = {
     "precision": _precision,
     "prefetch": _whole(1, 1024),
     "profile": _a("a Profile, as Profile.load(path) reads it", "heterodyne.cluster.profile.Profile"),
-    "rehearsal_s": _number("seconds, or 0 for no rehearsal"),
+    "rehearsal_s": _or_auto(_number("seconds, 0 for no rehearsal, or 'auto'")),
     "resume": _FLAG,
     "run_dir": _PATH,
     "samples": _whole(1),

@@ -237,20 +237,20 @@ class ParallelismSection(Section):
             ``fastest`` uses one device.
         micro_batch_sizes: the sizes that are measured and tried; ``auto``: 1, 2, 4, and so on, while larger ones are faster on any device.
         measure_s: about the seconds that measuring may take, a third of it to plan for a single device; with fewer, large sizes are
-            extrapolated from small ones.
+            extrapolated from small ones. ``auto``: a quarter of the training, from 10 to 60 s.
         bucket_size: gradients are reduced in buckets of about this size; ``auto``: the size at which the measured latency and bandwidth
             of an all-reduce cost least.
         rehearsal_s: about the seconds in which the plans that are predicted to be nearly the fastest are run, to see which is;
-            0 to believe the prediction.
+            0 to believe the prediction; ``auto``: a twentieth of the training, 30 s at most.
         check_s: the seconds that may be spent on comparing the captured graph and the parts of a batch with the model itself, once
             a model and before anything is measured; 0 to leave it out.
     """
 
     strategy: Literal["auto", "data", "pipeline", "split", "context", "equal", "fastest"] = "auto"
     micro_batch_sizes: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=64)] | Literal["auto"] = "auto"
-    measure_s: Annotated[float, Field(gt=0)] = 60.0
+    measure_s: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     bucket_size: Bytes | Literal["auto"] = "auto"
-    rehearsal_s: Annotated[float, Field(ge=0)] = 30.0
+    rehearsal_s: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
     check_s: Annotated[float, Field(ge=0)] = 10.0
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -99,21 +101,51 @@ def test_a_true_profile_is_tried_once_and_stays() -> None:
     assert all(d.calibration == pytest.approx(1.0) for d in calibrated.devices.values())
 
 
+@pytest.mark.parametrize(("noise", "trials"), [(1.02, 1), (1.5, 2)])
+def test_a_balance_that_is_hardly_better_is_not_tried_again(noise: float, trials: int) -> None:
+    """One device takes longer in each trial than was believed; what another share of it would win decides."""
+    machines: Any = Machines([0.1, 0.1, 0.1 * noise])
+    believed = profile_of(machines, [linear(0.1)] * 3)
+    plan_and_try(machines, machines.search, believed, machines.attempt)
+    assert machines.trials == trials
+
+
+def test_workers_do_not_load_the_planner() -> None:
+    """Only the one that plans does, when it plans: its solver alone is 35 MiB."""
+    program = "import heterodyne.api.train, heterodyne.api.distributing, sys; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert "heterodyne.api.preparation" in loaded
+    assert not {"scipy", "heterodyne.search.planner", "heterodyne.search.fleet.search"} & set(loaded)
+
+
 def test_one_device_has_nothing_to_balance() -> None:
     machines: Any = Machines([0.1])
     plan_and_try(machines, machines.search, profile_of(machines, [linear(0.2)]), machines.attempt)
     assert (machines.trials, machines.searches) == (0, 1)
 
 
-def test_without_seconds_no_plan_is_rehearsed() -> None:
+@pytest.mark.parametrize(
+    ("budget_s", "steps", "rehearses"),
+    [(0.0, None, False), ("auto", 1, False), ("auto", 10**6, True), ("auto", None, True), (1e3, 1, True)],
+)
+def test_a_rehearsal_takes_what_was_asked_or_a_part_of_the_training(
+    budget_s: float | Literal["auto"], steps: int | None, rehearses: bool
+) -> None:
     machines = cluster(3)
     known = profile(MODEL, machines, [linear(0.01 / s) for s in (0.7, 0.5, 0.3)], optimizer_s=0.01)
     planned = plan(MODEL, machines, known, global_batch_size=24)
     session: Any = SimpleNamespace(
-        world_size=3, cluster=machines, communicator=SimpleNamespace(broadcast_object=lambda value, _: value)
+        world_size=3,
+        cluster=machines,
+        communicator=SimpleNamespace(broadcast_object=lambda value, _: value),
+        announced=lambda _: nullcontext(),
     )
 
-    def none(_: object) -> Any:
-        raise AssertionError("no worker is made")
+    class MadeError(Exception):
+        """A worker would be made."""
 
-    assert rehearse(session, planned, none, {}, budget_s=0.0) == {}
+    def make(_: object) -> Any:
+        raise MadeError
+
+    with pytest.raises(MadeError) if rehearses else nullcontext():
+        assert rehearse(session, planned, make, {}, budget_s=budget_s, training_steps=steps) == {}

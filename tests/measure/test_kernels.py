@@ -69,15 +69,42 @@ def test_the_whole_model_is_measured_at_three_sizes_and_they_give_the_compositio
     assert compute.forward.composition == tuple((size, pytest.approx(1.2)) for size in (1, 4, 8))
 
 
-@pytest.mark.parametrize(("fixed_s", "largest"), [(0.0, 2), (0.01, 32), (0.1, 256)])
+@pytest.mark.parametrize(("fixed_s", "largest"), [(0.0, 4), (0.01, 64), (0.1, 256)])
 def test_sizes_grow_while_any_rank_gains(fixed_s: float, largest: int) -> None:
-    """``a + b n`` seconds: doubling to n gains (a / n) / (2 a / n + b), within 3% from n = 31.3 a / b on. The other rank never gains."""
+    """``a + b n`` seconds: doubling to n gains (a / n) / (2 a / n + b), within 3% from n = 31.3 a / b on.
+
+    Once may be noise. The other rank never gains.
+    """
     clock = FakeClock()
     programs = {"layer": FakeProgram(clock, fixed_s, 0.01), "*": FakeProgram(clock, fixed_s, 0.01)}
     bench = bench_of(clock, gather=lambda word: (word, None), devices=("a", "b"))
     blocks = measure_blocks(programs, [1 << n for n in range(9)], bench, while_faster=True, budget_s=1e9)
     assert [s.micro_batch_size for s in blocks["layer"]] == [1 << n for n in range(largest.bit_length())]
     assert blocks["*"][0].micro_batch_size == 1
+
+
+def test_who_gains_nothing_by_larger_sizes_continues_in_proportion_while_others_go_on() -> None:
+    """Here 0.01 s a sample at any size; the other rank gains up to 8 samples."""
+    clock, words = FakeClock(), iter(["yes"] * 3)
+    programs = {"layer": FakeProgram(clock, 0.0, 0.01), "*": FakeProgram(clock, 0.0, 0.01)}
+    met = []
+
+    def gather(word: str | None) -> list[str | None]:
+        met.append(word)
+        gains = len(met) in (4, 6, 8)  # behind the first meeting and those after each section
+        return [word, next(words, None) if gains else None]
+
+    bench = bench_of(clock, gather=gather, devices=("a", "b"))
+    blocks = measure_blocks(programs, [1, 2, 4, 8, 16], bench, while_faster=True, budget_s=1e9)
+    assert [(s.micro_batch_size, s.extrapolated) for s in blocks["layer"]] == [
+        (1, False),
+        (2, False),
+        (4, False),
+        (8, True),
+    ]
+    assert [s.micro_batch_size for s in blocks["*"]] == [1, 4]
+    for s in blocks["layer"]:
+        assert s.forward_s == pytest.approx(0.01 * s.micro_batch_size)
 
 
 def test_the_halves_of_a_backward_are_measured_apart_and_the_whole_model_is_not_halved() -> None:

@@ -14,6 +14,7 @@ from heterodyne.cluster import Cluster, Device, Profile
 from heterodyne.cluster.profile import PROFILE_VERSION
 from heterodyne.errors import MeasureError
 from heterodyne.measure import Cache, measure
+from heterodyne.measure.others import Cores
 from heterodyne.runtime.comm.communicator import Communicator
 from measure.fake_device import FakeClock, FakeProgram
 from measure.fake_model import graph_of, request_of
@@ -35,6 +36,7 @@ class Machine:
         self.programs = {kind: FakeProgram(self.clock, 0.01, 0.02) for kind in ("layer", "head", "*")}
         self.said: list[str] = []
         self.steps: list[tuple[str, int, int]] = []
+        self.others_s = 0.0  # of a core, in a second of measuring
         self._alone, self._cache = alone, cache
 
     def measure(self, *, refresh: bool = False, **changes: object) -> Profile:
@@ -51,7 +53,13 @@ class Machine:
             progress=lambda *step: self.steps.append(step),
             clock=self.clock,
             now=self.clock.now,
+            cores=self.cores,
         )
+
+    def cores(self) -> Cores:
+        """Of a host with two cores, of which one is ours."""
+        own_s, others_s = self.clock.now(), self.others_s * self.clock.now()
+        return Cores(worked_s=own_s + others_s, idle_s=own_s - others_s, own_s=own_s)
 
 
 @pytest.fixture
@@ -172,6 +180,29 @@ def test_another_request_has_another_profile(alone: Communicator, cache: Cache) 
     machine = Machine(alone, cache)
     assert machine.measure().key != machine.measure(micro_batch_sizes=(1, 2, 4)).key
     assert machine.said == []
+
+
+def test_what_others_take_of_the_cores_is_said_and_kept(alone: Communicator, cache: Cache) -> None:
+    machine = Machine(alone, cache)
+    machine.others_s = 0.9
+    first = machine.measure()
+    said = "this machine is busy (45% of its cores are taken by others): the plan will be off"
+    assert machine.said == [said]
+    assert first.devices["box/cpu:0"].taken_by_others == pytest.approx(0.45)
+    assert machine.measure() == first  # as it was measured
+    assert machine.said == [said, said]
+
+
+def test_measuring_takes_a_part_of_the_training(alone: Communicator) -> None:
+    """A sample takes the fake blocks 0.18 s, at any size: forwards of 0.03 s at one, and backwards of twice that."""
+    sizes = [1 << n for n in range(12)]
+    largest = {}
+    for samples in (None, 10**9, 1000):
+        machine = Machine(alone, None)
+        profile = machine.measure(micro_batch_sizes=sizes, training_samples=samples, budget_s=1e4)
+        largest[samples] = max(profile.micro_batch_sizes)
+    assert largest[None] == largest[10**9] == sizes[-1]
+    assert largest[1000] < sizes[-1]
 
 
 def test_what_a_device_left_out_is_said_with_its_name(alone: Communicator) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from heterodyne.cluster.spec import Cluster
 from heterodyne.cost.recipe import Recipe
 from heterodyne.errors import InfeasibleError
@@ -14,12 +16,15 @@ __all__ = ["measuring_s", "require_room"]
 _WHOLE_MODELS = ("data", "equal", "fastest")
 """Strategies in which a device holds the whole model."""
 
+_MOST_S = 60.0
+"""By default."""
 _ALONE = 1 / 3
 """Of the time for measuring. One device has no shares to balance: what is measured chooses its micro-batch and predicts the step."""
 
 
-def measuring_s(devices: int, most_s: float) -> float:
+def measuring_s(devices: int, asked_s: float | Literal["auto"]) -> float:
     """Seconds that measuring may take, of the most that a job allows."""
+    most_s = _MOST_S if asked_s == "auto" else asked_s
     return most_s if devices > 1 else _ALONE * most_s
 
 

@@ -67,8 +67,8 @@ def distribute(
     seed: int = 0,
     session: Session | None = None,
     profile: Profile | None = None,
-    measure_s: float = 60.0,
-    rehearsal_s: float = 30.0,
+    measure_s: float | Literal["auto"] = "auto",
+    rehearsal_s: float | Literal["auto"] = "auto",
     loss_count: CountGiven | None = None,
     run_dir: Path | str | None = None,
     resume: bool = False,
@@ -105,8 +105,9 @@ def distribute(
         total_steps: how long a section's schedule of the learning rate is; None: the rate is constant after the warm-up.
         session: None: one is opened, and closed with the result.
         profile: what was measured before; None: measured now, or taken from the cache where it still holds.
-        measure_s: about the seconds that measuring may take.
-        rehearsal_s: those in which the plans that are predicted to be nearly the fastest are run; 0 to believe the prediction.
+        measure_s: about the seconds that measuring may take; ``auto``: a quarter of ``total_steps``, from 10 to 60 s.
+        rehearsal_s: those in which the plans that are predicted to be nearly the fastest are run; 0 to believe the prediction; ``auto``: a
+            twentieth of ``total_steps``, 30 s at most.
         loss_count: what the loss divides by, for a model that torch.export gives no graph of: ``samples`` (a mean over samples that all
             count alike), ``sum``, or a function of a batch, or part of one, that counts. Such a model is trained by data parallelism.
         run_dir: a new directory for metrics, plan, timelines and checkpoints, which ``heterodyne report`` reads.
@@ -166,6 +167,7 @@ def distribute(
                 check_s=check_s,
             ),
             compile=compile,
+            training_steps=total_steps,
             reach=reach_of_section(section)
             if factory is None
             # Nothing here holds on to the parameters: those that the plan has elsewhere go when the worker is made.

@@ -55,6 +55,7 @@ def settings_of(job: Job, session: Session) -> Settings:
         parallelism=job.parallelism,
         reach=reach_of_section(job.optimizer),
         compile=job.training.compile,
+        training_steps=job.training.steps,
     )
 
 

@@ -27,6 +27,7 @@ __all__ = ["measure_everywhere", "sizes_to_measure"]
 
 
 _TELL_EVERY_S = 5.0
+_SEVERAL = 2
 
 
 def sizes_to_measure(graph: ModelGraph, settings: Settings) -> tuple[Sequence[int], bool]:
@@ -59,8 +60,9 @@ def measure_everywhere(
     """
     graph = captured.graph
     sizes, while_faster = sizes_to_measure(graph, settings)
-    most_s = settings.parallelism.measure_s
-    budget_s = measuring_s(session.world_size, most_s) if to_plan else most_s
+    asked_s = settings.parallelism.measure_s
+    budget_s = measuring_s(session.world_size if to_plan else _SEVERAL, asked_s)
+    follows_training = to_plan and asked_s == "auto" and settings.training_steps is not None
     request = Request(
         graph=graph,
         programs=_programs(captured, whole),
@@ -71,6 +73,7 @@ def measure_everywhere(
         precision=precision_of(settings.precision, session.cluster.devices[session.rank].kind),
         optimizer=settings.optimizer.name,
         budget_s=budget_s,
+        training_samples=(settings.training_steps or 0) * settings.global_batch_size if follows_training else None,
         halves=DeferredWeights
         if len(session.cluster.devices) > 1 and graph.opaque is None and not settings.compile
         else None,

@@ -1,7 +1,7 @@
 """Search, try, search again: a plan is believed once every device has done its share of it.
 
 The planner (rank 0) knows devices by their curves only; a trial measures the error of each curve at the planned share.
-Profiles are calibrated by that and the search is repeated, until prediction and trial agree or enough was tried.
+Profiles are calibrated by that and the search is repeated, until it finds no better balance than was tried, or enough was tried.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from heterodyne.search.planned import Planned
 __all__ = ["Share", "plan_and_try", "plan_once", "share_of"]
 
 _MOST_TRIALS = 4
-_GOOD_ENOUGH = 0.03  # a smaller imbalance is within the noise
+_GOOD_ENOUGH = 0.03  # what a better balance would win less of a step is within the noise
 
 Search = Callable[[Profile], Planned]
 Share = tuple[tuple[tuple[int, int], tuple[int, ...]], ...]
@@ -65,26 +65,38 @@ def plan_and_try(
     found: dict[str, list[float]] = {device.id: [] for device in session.cluster.devices}
     for trial in range(trials if session.world_size > 1 else 0):
         with session.announced(f"trying the plan, each device its share (trial {trial + 1} of at most {trials})"):
-            ratios = _try(session, attempt, plan, planned)
+            seconds, ratios = _try(session, attempt, plan, planned)
         for device, ratio in ratios.items():
             found[device].append(profile.devices[device].calibration * ratio)
         profile = _calibrated(profile, found)
+        tried = _parts(session, plan)
         plan, planned = plan_once(session, search, profile, look)
-        if all(abs(ratio - 1) < _GOOD_ENOUGH for ratio in ratios.values()):
+        # To try nearly the same shares again would tell how busy the machine is, and little more.
+        slowest_s = session.communicator.broadcast_object(
+            max(planned.compute_s.values(), default=0.0) if planned else 0.0, 0
+        )
+        if _parts(session, plan) == tried and slowest_s > (1 - _GOOD_ENOUGH) * max(seconds):
             break
     return plan, planned, profile
 
 
-def _try(session: Session, attempt: Attempt, plan: Plan, planned: Planned | None) -> dict[str, float]:
-    """For each device with a share: the seconds that it needed over those that were predicted."""
+def _try(
+    session: Session, attempt: Attempt, plan: Plan, planned: Planned | None
+) -> tuple[Sequence[float], dict[str, float]]:
+    """The seconds that each rank needed; and for each device with a share, those over the ones that were predicted."""
     mine = session.cluster.devices[session.rank].id
     seconds = session.communicator.all_gather_object(attempt(share_of(plan, mine)))
     expected = session.communicator.broadcast_object({} if planned is None else dict(planned.compute_s), 0)
-    return {
+    return seconds, {
         device.id: measured_s / expected[device.id]
         for device, measured_s in zip(session.cluster.devices, seconds, strict=True)
         if measured_s > 0 and expected.get(device.id, 0.0) > 0
     }
+
+
+def _parts(session: Session, plan: Plan) -> Sequence[Sequence[tuple[int, int]]]:
+    """The stages of each device, of however many samples."""
+    return [[ops for ops, _ in share_of(plan, device.id)] for device in session.cluster.devices]
 
 
 def share_of(plan: Plan, device: str) -> Share:

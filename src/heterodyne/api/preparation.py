@@ -36,7 +36,6 @@ from heterodyne.plan.precision import Precisions, in_words, precision_of
 from heterodyne.runtime.worker import Worker
 from heterodyne.search.contenders import NEAR
 from heterodyne.search.planned import Planned, Rehearsed, Strategy
-from heterodyne.search.planner import plan as search_plan
 
 __all__ = ["prepare"]
 
@@ -85,6 +84,7 @@ def prepare(
             planning.rehearsal_workers(profile),
             planning.rehearsal_batch(),
             budget_s=settings.parallelism.rehearsal_s,
+            training_steps=settings.training_steps,
         )
         if not rehearsed:
             break
@@ -133,7 +133,9 @@ class _Planning:
     given: Plan | None
 
     def search(self, known: Profile, *, near: float = 1.0, rehearsed: Mapping[str, Rehearsed] | None = None) -> Planned:
-        """On the rank that plans. ``near``, ``rehearsed``: see `search.planner.plan`."""
+        """On the rank that plans, which alone loads the planner. ``near``, ``rehearsed``: see `search.planner.plan`."""
+        from heterodyne.search.planner import plan as search_plan
+
         settings = self.settings
         sizes, while_faster = sizes_to_measure(self.captured.graph, settings)
         return search_plan(

@@ -20,6 +20,8 @@ __all__ = ["Prepared", "Settings"]
 class Settings:
     """What planning needs to know of a job, whether it came from a file or from arguments.
 
+    ``training_steps``: of all training, None where that is not known.
+
     ``reach``: what an optimizer of the user's own must see at once; ``compile``: torch.compile makes code of stages and whole models.
     """
 
@@ -29,6 +31,7 @@ class Settings:
     parallelism: ParallelismSection
     reach: OptimizerReach = field(default_factory=OptimizerReach)
     compile: bool = False
+    training_steps: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

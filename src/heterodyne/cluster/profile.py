@@ -32,7 +32,7 @@ class BlockSample:
     ``saved_bytes`` is what the block keeps from forward to backward, but for ``copied_bytes``, the narrow copies of weights that autocast
     makes for each forward, whatever its size; ``spread`` is that of forward plus backward.
     ``peak_bytes`` is the most that forward and backward held at any moment beyond weights and gradients, 0 where the system
-    does not say. ``extrapolated``: not measured, but continued from the smaller sizes (out of time or of memory).
+    does not say. ``extrapolated``: not measured, but continued from the smaller sizes (out of time or memory, or it is in proportion).
     ``input_s`` and ``weight_s`` are the two halves of a backward that is run in halves, and ``halved_forward_s`` is the forward before
     them, which prepares that; all 0 where that was not measured.
     """
@@ -71,6 +71,7 @@ class DeviceProfile:
         calibration: seconds of a whole share in a trial over what the samples say of it; 1 where nothing was tried.
         context_bytes: what the process occupied of this device's memory before there was a model, 0 where it was not seen.
         precision: that it computed in.
+        taken_by_others: the part of its host's cores that others had meanwhile, 0 where there were cores for all.
     """
 
     __pydantic_config__ = EXACT
@@ -84,6 +85,7 @@ class DeviceProfile:
     calibration: Annotated[float, Field(gt=0)] = 1.0
     context_bytes: Count = 0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    taken_by_others: Seconds = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

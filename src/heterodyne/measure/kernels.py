@@ -21,6 +21,7 @@ from heterodyne.units import format_bytes
 __all__ = ["extrapolate", "measure_blocks", "whole_sizes"]
 
 _MOST_LENIENCY = 5.0
+_TWICE = 2  # once may be a moment in which others were busy
 _MEMORY_RUNS = 2  # what looking at the memory of a block takes; less on a CPU, more elsewhere
 
 
@@ -34,6 +35,7 @@ def measure_blocks(
     memory_bytes: int | None = None,
     needs: Callable[[str, int], float] | None = None,
     counts: Mapping[str, int] | None = None,
+    worth_s: Callable[[float], float] | None = None,
 ) -> dict[str, tuple[BlockSample, ...]]:
     """Samples of each kind, by rising size.
 
@@ -41,11 +43,13 @@ def measure_blocks(
         programs: what to measure, by kind, the same kinds in the same order on every rank. ``*`` is the whole model, measured at
             `whole_sizes` only; it is left out where it does not fit into memory or time.
         micro_batch_sizes: the same on every rank.
-        while_faster: larger sizes are left out once no rank gains by them, that is, once a sample takes no less time in them.
+        while_faster: a rank measures no larger sizes once it gained nothing twice, that is, a sample takes no less time in them; what
+            the others still measure is continued there in proportion. Once no rank gains, no larger sizes are looked at.
         budget_s: about the seconds that this may take, without those of a compiler; small sizes come first, and what is left out is
             continued from them.
         memory_bytes, needs: what the device has, and an estimate of what a kind needs at a size; more than there is is not tried.
         counts: how many blocks of each kind the model has, once each if not given: the time of the whole is expected from it.
+        worth_s: given the seconds of a sample in all blocks together, the budget from then on. Collective, if it is so on one rank.
 
     Raises MeasureError, on every rank alike, if on any of them a kind other than ``*`` cannot be measured at the smallest size,
     or something fails that is not for lack of memory or time.
@@ -53,7 +57,8 @@ def measure_blocks(
     sizes = sorted(set(micro_batch_sizes))
     survey = _Survey(programs, bench, memory_bytes, needs, dict.fromkeys(programs, 1) if counts is None else counts)
     parts = [kind for kind in programs if kind != WHOLE]
-    deadline = bench.now() + budget_s
+    began_s = bench.now()
+    deadline = began_s + budget_s
     done: list[int] = []
     number = 0
 
@@ -77,7 +82,9 @@ def measure_blocks(
             ahead = [(kind, size) for kind in kinds[place + 1 :]] + [(kind, at) for at in later for kind in parts]
             measured(kind, size, ahead + wholes)
         done.append(size)
-        if while_faster and later and not bench.any_of(survey.gains(size), survey.run):
+        if worth_s is not None and len(done) == 1:
+            deadline = began_s + worth_s(survey.blocks_s(size) / size)
+        if while_faster and later and not bench.any_of(survey.goes_on_after(size), survey.run):
             break
     left = whole_sizes(done)[1:] if WHOLE in programs else ()
     for place, at in enumerate(left):
@@ -143,6 +150,8 @@ class _Survey:
         self._counts = {kind: counts.get(kind, 1) for kind in programs if kind != WHOLE}
         self._measured: dict[str, list[BlockSample]] = {kind: [] for kind in programs}
         self._reasons: dict[str, str] = {}
+        self._in_vain = 0
+        self._enough = 0  # the size after which nothing is gained; 0: there may be more to gain
 
     def let_go(self) -> None:
         """Of what was run last, with all its memory."""
@@ -157,10 +166,16 @@ class _Survey:
     def section(self, kind: str, size: int, left_s: float, share: float) -> str | None:
         """Measure a kind at a size, or keep the reason why not. A text if that is the end of the measurement for all ranks.
 
+        Once this rank gains nothing by larger sizes, its blocks are measured at no more of them, and the whole model at the largest so far.
+
         Args:
             left_s: seconds that are left of the budget.
             share: the part of them that this section may take.
         """
+        if self._enough:
+            size = min(size, self._enough)
+            if any(sample.micro_batch_size == size for sample in self._measured[kind]):
+                return None
         if kind in self._reasons:
             return None
         reason = self._too_large(kind, size) or self._too_long(kind, size, left_s)
@@ -190,7 +205,18 @@ class _Survey:
             return None
         return f"{self._bench.name_of(kind)} cannot be measured even at {_samples(size)}: {reason}"
 
-    def gains(self, size: int) -> bool:
+    def blocks_s(self, size: int) -> float:
+        """Of all blocks together, forward and backward."""
+        return self._expected_s(WHOLE, size)
+
+    def goes_on_after(self, size: int) -> bool:
+        """Whether this rank wants to measure larger sizes; never again after two in a row by which it gains nothing."""
+        if not self._enough:
+            self._in_vain = 0 if self._gains(size) else self._in_vain + 1
+            self._enough = size if self._in_vain == _TWICE else 0
+        return not self._enough
+
+    def _gains(self, size: int) -> bool:
         """Whether a sample takes less time at that size than at the one before, by more than measuring can tell; yes at the first."""
         seconds = []
         for kind, count in self._counts.items():
@@ -210,7 +236,10 @@ class _Survey:
         for kind, samples in self._measured.items():
             missing = [] if kind == WHOLE else [size for size in sizes if size > samples[-1].micro_batch_size]
             if samples:
-                result[kind] = (*samples, *(extrapolate(samples, size) for size in missing))
+                known = (
+                    samples if not self._enough else samples[:: max(1, len(samples) - 1)]
+                )  # no curve: the ends tell the line best
+                result[kind] = (*samples, *(extrapolate(known, size) for size in missing))
             if kind in self._reasons:
                 name = self._bench.name_of(kind)
                 what = f"{name} at {_samples(*missing)}: extrapolated" if missing else f"{name}: left out"

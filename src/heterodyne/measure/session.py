@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from heterodyne.measure.kernels import measure_blocks
 from heterodyne.measure.links import measure_sends
 from heterodyne.measure.notes import told_once
 from heterodyne.measure.optimizer_step import measure_optimizer
+from heterodyne.measure.others import Cores, busy, taken_by_others
 from heterodyne.measure.peers import Peers, ProcessGroup
 from heterodyne.measure.sampling import Sampling
 from heterodyne.measure.step_overhead import LoneSteps, measure_step_overhead
@@ -36,6 +38,10 @@ from heterodyne.processes.heap import give_back_memory
 __all__ = ["Request", "bytes_to_run", "measure"]
 
 _BUDGET = {"blocks": 0.6, "optimizer": 0.05, "overhead": 0.05, "all-reduce": 0.12, "transfers": 0.12, "exchanges": 0.06}
+_PART = 0.25
+"""Of the training: unequal devices gain more than that by shares of their own, as a rule."""
+_LEAST_S = 10.0
+"""In less, what every plan needs (the smallest sizes, two messages a link) is not measured."""
 _OPTIMIZER_BYTES = 256 * 2**20
 _OVERLAP_S = 0.05  # the collective under which computation is timed: long enough to matter, short enough to repeat
 
@@ -53,6 +59,7 @@ class Request:
         while_faster: larger sizes are left out once no device gains by them.
         optimizer: ``adamw``, ``adamw8bit``, ``sgd`` or ``adafactor``.
         budget_s: about the seconds that all of it may take.
+        training_samples: of all the training that is asked for; measuring then takes no more than a part of it. None: not known.
         halves: makes what splits a backward into halves; None: backwards are measured as a whole only.
         compile: lets blocks and model run compiled; None: they run as they are.
         around: what training puts around a forward and a backward; None: nothing.
@@ -69,6 +76,7 @@ class Request:
     precision: Precision = "fp32"
     optimizer: str = "adamw"
     budget_s: float = 60.0
+    training_samples: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
     halves: Callable[[], Halves] | None = None
     compile: Callable[[nn.Module], None] | None = None
@@ -99,6 +107,7 @@ def measure(
     progress: Callable[[str, int, int], None] | None = None,
     clock: Clock | None = None,
     now: Callable[[], float] = time.monotonic,
+    cores: Callable[[], Cores] = Cores.now,
 ) -> Profile:
     """The profile of a model on a cluster, the same on every rank.
 
@@ -112,6 +121,7 @@ def measure(
         progress: (what is measured now, the how manyth of, how many), of this rank.
         clock: of the device; None: the right one for it.
         now: wall time, for the budget.
+        cores: what has been done on this host so far, by us and by others.
 
     Raises MeasureError, on every rank alike, for a device that cannot be measured.
     """
@@ -120,7 +130,7 @@ def measure(
             f"the cluster has {len(request.cluster.devices)} devices and there are {peers.world_size} workers; "
             "start one worker a device"
         )
-    session = _Session(request, peers, say, progress, clock, now)
+    session = _Session(request, peers, say, progress, clock, now, cores)
     try:
         return session.profile(cache, refresh=refresh)
     finally:
@@ -142,11 +152,14 @@ class _Session:
         progress: Callable[[str, int, int], None] | None,
         clock: Clock | None,
         now: Callable[[], float],
+        cores: Callable[[], Cores],
     ) -> None:
         self._request = request
         self._peers = peers
         self._say = say or (lambda _: None)
         self._notes: list[str] = []
+        self._budget_s = request.budget_s
+        self._cores = cores
         self._ids = [d.id for d in request.cluster.devices]
         self._process_group: ProcessGroup | None = (
             peers.process_group(range(peers.world_size)) if peers.world_size > 1 else None
@@ -173,6 +186,7 @@ class _Session:
             self._process_group.close()
 
     def profile(self, cache: Cache | None, *, refresh: bool) -> Profile:
+        begun = self._cores()
         mine = (torch.__version__, torch.get_num_threads(), self._request.precision)
         versions, threads, precisions = zip(*self._peers.all_gather_object(mine), strict=True)
         request = self._request
@@ -189,8 +203,12 @@ class _Session:
         )
         kept = None if cache is None or refresh else self._kept(cache, key)
         if kept is not None:
+            self._others_since(begun)
             return kept
         profile = self._measured(key)
+        taken = self._others_since(begun)
+        devices = {name: replace(own, taken_by_others=taken[name]) for name, own in profile.devices.items()}
+        profile = replace(profile, devices=devices)
         if cache is not None and self._peers.rank == 0:
             try:
                 cache.save(profile)
@@ -198,6 +216,14 @@ class _Session:
                 self._notes.append(str(error))
         self._tell_notes()
         return profile
+
+    def _others_since(self, begun: Cores) -> dict[str, float]:
+        """The part of its host's cores that others took meanwhile, by device; where that is much, it is said."""
+        nodes = [device.node for device in self._request.cluster.devices]
+        taken = taken_by_others(nodes, self._peers.all_gather_object(self._cores().since(begun)))
+        for sentence in busy(taken):
+            self._say(sentence)
+        return {device: taken[node] for device, node in zip(self._ids, nodes, strict=True)}
 
     def _kept(self, cache: Cache, key: str) -> Profile | None:
         """The profile in the cache of rank 0, if it is whole and still holds."""
@@ -285,7 +311,17 @@ class _Session:
             memory_bytes=self._left_bytes(own),
             needs=self._request.needs,
             counts=Counter(block.kind for block in self._request.graph.blocks),
+            worth_s=self._worth_s,
         )
+
+    def _worth_s(self, sample_s: float) -> float:
+        """Lowers the budget to what the training is worth, once each rank knows the seconds of a sample; that of the blocks. Collective."""
+        samples = self._request.training_samples
+        if samples is not None:
+            rate = sum(1 / seconds for seconds in self._peers.all_gather_object(sample_s) if seconds > 0)
+            training_s = samples / rate if rate > 0 else math.inf
+            self._budget_s = min(self._budget_s, max(_LEAST_S, _PART * training_s))
+        return self._budget("blocks")
 
     def _overhead(self, optimizer_s_per_byte: float) -> float:
         """Of no device, if some rank has no weights to train with: alike devices would differ by where the weights are."""
@@ -315,7 +351,9 @@ class _Session:
         reduces = measure_all_reduce(
             self._peers, self._process_group, self._ids, self._bench, budget_s=self._budget("all-reduce")
         )
-        sends = measure_sends(self._peers, self._ids, self._bench, budget_s=self._budget("transfers"))
+        # Of a link it is a few messages, however short the training: what most plans cannot be predicted without.
+        transfers_s = self._request.budget_s * _BUDGET["transfers"]
+        sends = measure_sends(self._peers, self._ids, self._bench, budget_s=transfers_s)
         exchanges = measure_exchanges(
             self._peers, self._process_group, self._ids, self._bench, budget_s=self._budget("exchanges")
         )
@@ -330,7 +368,7 @@ class _Session:
         return reduces + sends + exchanges, overlap / longer
 
     def _budget(self, what: str) -> float:
-        return self._request.budget_s * _BUDGET[what]
+        return self._budget_s * _BUDGET[what]
 
     def _tell_notes(self) -> None:
         for note in told_once(self._ids, self._peers.all_gather_object(self._notes)):

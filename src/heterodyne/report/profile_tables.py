@@ -45,7 +45,12 @@ def _block_rows(profile: Profile, model: str) -> Rows:
         rows=tuple(rows),
         notes=(
             "times are medians while all devices compute; spread is the distance of the quartiles over the median; "
-            "extrapolated: too large, or too long, to measure; from the smaller sizes",
+            "extrapolated: too large, or too long, to measure, or nothing to gain by it; from the smaller sizes",
+            *(
+                f"{device} was measured while others had {percent(own.taken_by_others)} of its host's cores"
+                for device, own in profile.devices.items()
+                if own.taken_by_others
+            ),
         ),
     )
 
