@@ -100,6 +100,19 @@ def test_a_kept_profile_is_confirmed_and_not_measured_again(alone: Communicator,
     assert machine.said == []
 
 
+@pytest.mark.parametrize(("samples", "again"), [(None, True), (3_000, True), (500, False), (10, False)])
+def test_a_profile_of_a_short_training_does_not_serve_a_much_longer_one(
+    alone: Communicator, cache: Cache, samples: int | None, again: bool
+) -> None:
+    """What measuring is worth follows the training: a quarter of it, from 10 s to the budget."""
+    machine = Machine(alone, cache)
+    first = machine.measure(training_samples=300)
+    assert 10.0 <= first.budget_s < 30.0, "of 60 s"
+    found = machine.measure(training_samples=samples)
+    assert (found == first) != again
+    assert ["measuring again" in said for said in machine.said] == [True] * again
+
+
 @pytest.mark.parametrize(("factor", "again"), [(1.1, False), (0.9, False), (1.3, True), (0.5, True)])
 def test_a_device_of_the_same_name_and_another_speed_is_measured_again(
     alone: Communicator, cache: Cache, factor: float, again: bool

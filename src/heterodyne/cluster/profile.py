@@ -87,6 +87,14 @@ class DeviceProfile:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     taken_by_others: Seconds = 0.0
 
+    def sample_s(self, counts: Mapping[str, int]) -> float:
+        """Return the seconds of a sample in so many blocks of each kind, at the sizes in which it takes the least."""
+        return sum(
+            count * min((s.forward_s + s.backward_s) / s.micro_batch_size for s in self.blocks[kind])
+            for kind, count in counts.items()
+            if self.blocks.get(kind)
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkSample:
@@ -113,7 +121,8 @@ class Profile:
     """All measurements of one model on one cluster.
 
     ``key`` changes when model, devices, torch or dtype change (see `heterodyne.measure`); a profile under another key is not used.
-    ``kinds`` says for people what each kind of block is: ``layers.0 (x4)``.
+    ``kinds`` says for people what each kind of block is: ``layers.0 (x4)``. ``budget_s``: the seconds that measuring was given, 0 where
+    that is not known.
     """
 
     __pydantic_config__ = EXACT
@@ -122,6 +131,7 @@ class Profile:
     devices: Mapping[str, DeviceProfile]
     links: tuple[LinkSample, ...] = field(default=())
     kinds: Mapping[str, str] = field(default_factory=dict)
+    budget_s: Seconds = 0.0
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:

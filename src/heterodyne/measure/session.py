@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -42,6 +42,8 @@ _PART = 0.25
 """Of the training: unequal devices gain more than that by shares of their own, as a rule."""
 _LEAST_S = 10.0
 """In less, what every plan needs (the smallest sizes, two messages a link) is not measured."""
+_MUCH_LONGER = 2.0
+"""How many times as long as a kept profile was measured may be allowed before it is measured again."""
 _OPTIMIZER_BYTES = 256 * 2**20
 _OVERLAP_S = 0.05  # the collective under which computation is timed: long enough to matter, short enough to repeat
 
@@ -208,7 +210,7 @@ class _Session:
         profile = self._measured(key)
         taken = self._others_since(begun)
         devices = {name: replace(own, taken_by_others=taken[name]) for name, own in profile.devices.items()}
-        profile = replace(profile, devices=devices)
+        profile = replace(profile, devices=devices, budget_s=self._budget_s)
         if cache is not None and self._peers.rank == 0:
             try:
                 cache.save(profile)
@@ -243,6 +245,13 @@ class _Session:
             kind not in device.blocks for device in found.devices.values() for kind in self._request.graph.kinds
         ):
             self._say(f"the kept profile {key} is not complete; measuring again")
+            return None
+        counts = Counter(block.kind for block in self._request.graph.blocks)
+        worth_s = min(self._request.budget_s, self._worth_of(own.sample_s(counts) for own in found.devices.values()))
+        if 0 < found.budget_s < worth_s / _MUCH_LONGER:
+            self._say(
+                f"the kept profile was measured in {found.budget_s:.0f} s, and {worth_s:.0f} s are allowed now: measuring again"
+            )
             return None
         try:
             changed = changes(found, self._request.programs, self._ids, self._peers, self._process_group, self._bench)
@@ -316,12 +325,15 @@ class _Session:
 
     def _worth_s(self, sample_s: float) -> float:
         """Lowers the budget to what the training is worth, once each rank knows the seconds of a sample; that of the blocks. Collective."""
-        samples = self._request.training_samples
-        if samples is not None:
-            rate = sum(1 / seconds for seconds in self._peers.all_gather_object(sample_s) if seconds > 0)
-            training_s = samples / rate if rate > 0 else math.inf
-            self._budget_s = min(self._budget_s, max(_LEAST_S, _PART * training_s))
+        if self._request.training_samples is not None:
+            self._budget_s = min(self._budget_s, self._worth_of(self._peers.all_gather_object(sample_s)))
         return self._budget("blocks")
+
+    def _worth_of(self, samples_s: Iterable[float]) -> float:
+        """Return the seconds that measuring is worth where the devices take so long for a sample in all blocks."""
+        rate = sum(1 / seconds for seconds in samples_s if seconds > 0)
+        samples = self._request.training_samples
+        return math.inf if samples is None or rate == 0 else max(_LEAST_S, _PART * samples / rate)
 
     def _overhead(self, optimizer_s_per_byte: float) -> float:
         """Of no device, if some rank has no weights to train with: alike devices would differ by where the weights are."""
