@@ -33,8 +33,9 @@ class Passes:
 
     @cached_property
     def head(self) -> Pair:
-        """With the loss."""
-        return kernels_s(head_kernels(self.model, self.setup, self.known), self.chip, launch=self.setup.software.launch)
+        """With the loss. Those who train in 8 bits keep the head in 16 (Transformer Engine's and torchao's recipes)."""
+        kernels = head_kernels(self.model, self.setup, self.known)
+        return kernels_s(kernels, self.chip.wide, launch=self.setup.software.launch)
 
     def layer_held(self, *, experts: bool) -> Pair:
         """Parameters of a layer on one device: those that every token passes, and those of experts."""

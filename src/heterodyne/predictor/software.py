@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Literal
 
 from heterodyne.documents import Section, read_yaml, validate
 from heterodyne.errors import ClusterError
@@ -20,7 +21,8 @@ class Software:
 
     Args:
         tuned: made for its devices by those who make them, or by hand.
-        flash: attention in one kernel that never writes the scores.
+        flash: attention in one kernel that never writes the scores. ``attention``: which: FlashAttention's first version, its second, or
+            cuDNN's, which from Hopper on does what FlashAttention-3 and -4 do.
         fused: norms, activations and dropouts in few kernels; else each op reads and writes memory for itself. ``fused_loss``: the same
             of softmax and cross entropy. ``loss_in_place``: they and the gradient of the logits are one kernel that writes over the logits.
         launch: how much of the host's time for starting kernels counts: 1 for eager PyTorch, near 0 for captured graphs and compiled
@@ -51,6 +53,7 @@ class Software:
 
     tuned: bool = False
     flash: bool = True
+    attention: Literal["flash1", "flash2", "cudnn"] = "flash2"
     fused: bool = True
     fused_loss: bool = True
     loss_in_place: bool = False
@@ -77,7 +80,7 @@ class Software:
 
 class _Entry(Section):
     names: tuple[str, ...]
-    set: Mapping[str, bool | float]
+    set: Mapping[str, bool | float | str]
     why: str
 
 

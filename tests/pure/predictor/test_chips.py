@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from heterodyne.cluster.catalog import Accelerator, lookup
 from heterodyne.errors import ClusterError
+from heterodyne.predictor.constants import constants
 from heterodyne.predictor.devices import chip_of
 from heterodyne.predictor.kernels import Attention, Kernels
 from heterodyne.predictor.roofline import kernels_s
@@ -50,10 +51,32 @@ def test_a_device_whose_datasheet_is_silent_is_refused_with_the_remedy() -> None
         chip_of(replace(bare, memory_bandwidth_bytes_per_s=1e12), "bf16", Software())
 
 
-@given(seq=st.integers(1, 10**6))
-def test_a_flash_kernel_does_half_of_its_rate_at_a_length_that_is_told(seq: int) -> None:
-    chip = replace(chip_of(A100, "bf16", Software()), attention_half=500.0, memory_bytes_per_s=1e30, launch_s=0.0)
-    one = Kernels(attention=(Attention(flops=1e12, bytes=1.0, seq=seq),))
+@given(seq=st.integers(1, 10**6), causal=st.booleans())
+def test_a_flash_kernel_does_half_of_its_rate_at_a_length_that_is_told(seq: int, causal: bool) -> None:
+    chip = replace(chip_of(A100, "bf16", Software()), memory_bytes_per_s=1e30, launch_s=0.0)
+    one = Kernels(attention=(Attention(flops=1e12, bytes=1.0, seq=seq, causal=causal),))
     long = Kernels(attention=(Attention(flops=1e12, bytes=1.0),))
     slower = [a / b for a, b in zip(kernels_s(one, chip), kernels_s(long, chip), strict=True)]
-    assert slower == pytest.approx([1 + 500 / seq] * 2)
+    assert slower == pytest.approx([1 + constants().stated.attention_half[causal] / seq] * 2)
+
+
+def test_attention_is_as_fast_as_the_kernel_that_the_software_has() -> None:
+    """Kernels made for Ampere do a smaller part of a later device's peak (Dao, 2023; Shah et al., 2024)."""
+    part = {
+        (kind, kernel): chip_of(lookup(kind), "bf16", Software(attention=kernel)).attention[1]
+        / lookup(kind).peak_flops["bf16"]
+        for kind in ("A100-SXM-80GB", "H100-SXM-80GB", "B200")
+        for kernel in ("flash1", "flash2", "cudnn")
+    }
+    for kind in ("A100-SXM-80GB", "H100-SXM-80GB", "B200"):
+        assert part[kind, "flash1"] < part[kind, "flash2"] <= part[kind, "cudnn"] < 1
+    assert part["A100-SXM-80GB", "flash2"] > part["H100-SXM-80GB", "flash2"] > part["B200", "flash2"]
+
+
+def test_8_bits_gain_less_than_their_peak() -> None:
+    """Softmax, norms and casts stay; so does the head (`Passes.head`)."""
+    h100 = lookup("H100-SXM-80GB")
+    eight, sixteen = chip_of(h100, "fp8", Software()), chip_of(h100, "bf16", Software())
+    assert sixteen.flops < eight.flops < 2 * sixteen.flops
+    assert eight.wide == replace(sixteen, element_bytes=eight.element_bytes)
+    assert eight.attention == sixteen.attention
