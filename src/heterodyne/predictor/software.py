@@ -35,6 +35,7 @@ class Software:
         gathers: how many messages the parameters of a layer are gathered in (ZeRO-3).
         overlap_tensor: the part of tensor-parallel traffic that hides behind matrix products.
         overlap_sends: whether a device computes while it sends to the next stage; else it waits until that has what it sends.
+        duplex: whether, where sends do not overlap, what goes to a neighbour and what comes from it are under way at once.
         scatters_sends: whether tensor-parallel neighbours, who all have what crosses between stages, send a part of it each and gather it
             where it arrives.
         sends_once: whether a token goes to a node, and to a device, once for all of its experts there; else once for each of its experts.
@@ -65,6 +66,7 @@ class Software:
     gathers: int = 1
     overlap_tensor: float = 0.0
     overlap_sends: bool = True
+    duplex: bool = True
     scatters_sends: bool = False
     sends_once: bool = False
     gradient_bytes: int = 4
