@@ -139,10 +139,19 @@ def network_of(
         inside_bytes_per_s: of a device's link, as promised. ``between_bytes_per_s``: of all network cards of a node, as promised.
         reached: what part of its links a device has towards so many of its node, as `Network` has it.
         rdma: whether they write into the memory of devices by themselves; else the kernel carries everything through sockets.
+
+    Raises ClusterError for devices of a node whose link is known to be another than PCIe, with a bandwidth that nobody states.
     """
     known = known or constants()
     stated, fitted = known.stated, known.fitted
-    link = inside_bytes_per_s or device.link_bandwidth_bytes_per_s or stated.pcie_gb_per_s * 1e9
+    link = inside_bytes_per_s or device.link_bandwidth_bytes_per_s
+    if link is None:
+        if devices_per_node > 1 and device.link_type is not None and "PCIe" not in device.link_type:
+            raise ClusterError(
+                f"nobody states the bandwidth of {device.link_type} between the {device.kind} of a node: "
+                "give 'link_bandwidth' under 'kinds' in the cluster file"
+            )
+        link = stated.pcie_gb_per_s * 1e9
     cards = between_bytes_per_s or generation_of(device.kind).nic_gb_per_s * 1e9 * devices_per_node
     between, latency_s = reached_between(cards, rdma=rdma, known=known)
     return Network(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from heterodyne.cluster.catalog import Accelerator, lookup
 from heterodyne.errors import ClusterError
 from heterodyne.predictor.constants import constants
-from heterodyne.predictor.devices import chip_of
+from heterodyne.predictor.devices import chip_of, network_of
 from heterodyne.predictor.kernels import Attention, Kernels
 from heterodyne.predictor.roofline import kernels_s
 from heterodyne.predictor.software import Software, software_of
@@ -49,6 +49,14 @@ def test_a_device_whose_datasheet_is_silent_is_refused_with_the_remedy() -> None
         chip_of(bare, "bf16", Software())
     with pytest.raises(ClusterError, match=r"peak of X1 in bf16 .* 'kinds'"):
         chip_of(replace(bare, memory_bandwidth_bytes_per_s=1e12), "bf16", Software())
+
+
+def test_a_link_that_is_no_pcie_and_has_no_number_is_refused_and_not_assumed() -> None:
+    fabric = replace(A100, link_bandwidth_bytes_per_s=None, link_type="fabric")
+    with pytest.raises(ClusterError, match=r"bandwidth of fabric between the A100-SXM-80GB .* 'link_bandwidth'"):
+        network_of(fabric, 8)
+    assert network_of(fabric, 1).devices == 1  # there is no such link to use
+    assert network_of(fabric, 8, inside_bytes_per_s=300e9) == network_of(A100, 8)
 
 
 @given(seq=st.integers(1, 10**6), causal=st.booleans())
