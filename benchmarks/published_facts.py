@@ -120,6 +120,10 @@ def plan_of(row: Mapping[str, Any]) -> RowPlan:
         software = replace(software, state_bytes=4, optimizer_bytes=16)
     if plan.get("zero1_group"):
         software = replace(software, state_group=max(0, plan["zero1_group"]))
+    if "rowwise" in (plan.get("precision") or "").lower():
+        software = replace(software, rowwise=True)
+    if plan.get("async_tp"):
+        software = replace(software, overlap_tensor=software_of("async tp").overlap_tensor)
     if "torchtitan" in str(plan.get("framework")) and not _compiled(plan):
         software = replace(software, fused=False)
     recompute, part = _recompute(str(plan.get("recompute")))
@@ -128,6 +132,8 @@ def plan_of(row: Mapping[str, Any]) -> RowPlan:
     if schedule == "Interleaved1F1B" and vpp == 1:  # a layer a stage
         vpp = max(1, (shape["layers"] + 2) // pp)
     zero, beside = plan.get("zero"), plan.get("sequence_parallel")
+    if zero is None and "fsdp" in str(plan.get("sharding")).lower():
+        zero = 3
     if (
         zero == "fsdp2"
     ):  # torchtitan/models/llama3/parallelize.py: beside tensor parallelism, norms are on slices of the sequence

@@ -47,6 +47,7 @@ class Stated(Section):
     host_memory_gb_per_s: float = Field(gt=0)
     tuned: float = Field(ge=1)
     fp8: float = Field(ge=1, le=2)
+    fp8_rowwise: float = Field(gt=0, le=1)
     fp8_cast_bytes: float = Field(ge=0)
     score_bytes: tuple[float, float]
     logit_bytes: tuple[float, float]

@@ -71,8 +71,9 @@ def chip_of(device: Accelerator, precision: Precision, software: Software, known
     narrow, wide = _attention_parts(generation, software, known)
     most = min(sixteen, 2.5 * of_products)
     cast = wanted == "fp8"
+    scaled = stated.fp8_rowwise if cast and software.rowwise else 1.0
     return Chip(
-        flops=of_products * rate,
+        flops=of_products * rate * scaled,
         wide_flops=(_best_flops(device, generation.best, "bf16", known) if cast else of_products) * rate,
         units=generation.units,
         memory_bytes_per_s=device.memory_bandwidth_bytes_per_s * stated.memory,

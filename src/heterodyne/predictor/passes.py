@@ -50,8 +50,9 @@ class Passes:
         s, software = self.setup, self.setup.software
         kernels = layer_kernels(self.model, s, self.known, experts=experts)
         forward, backward = kernels_s(kernels, self.chip, launch=software.launch)
-        forward += self.exchanged_s(experts=experts)
-        backward += self.exchanged_s(experts=experts)
+        forward_exchanged, backward_exchanged = self.exchanged_s(experts=experts)
+        forward += forward_exchanged
+        backward += backward_exchanged
         if s.cp > 1:
             forward += self._round_s()
             backward += 2 * self._round_s()
@@ -67,21 +68,23 @@ class Passes:
         kernels = layer_kernels(self.model, self.setup, self.known, experts=experts)
         return forward - product_s(kernels.products[-1], self.chip)
 
-    def exchanged_s(self, *, experts: bool) -> float:
-        """Of tensor parallelism, an all-reduce (or a gather and a scatter) behind attention and one behind the feed-forward layer. To
-        experts go slices of the tokens and back; where neighbours share an expert, each gathers for it what came to all of them.
+    def exchanged_s(self, *, experts: bool) -> Pair:
+        """What nothing hides. Of tensor parallelism, an all-reduce (or a gather and a scatter) behind attention and one behind the
+        feed-forward layer. To experts go slices of the tokens and back; where neighbours share an expert, each gathers for it what came to
+        all of them.
         """
         model, s, net = self.model, self.setup, self.network
         a_token = model.hidden * s.element_bytes
         halves = 2 if not experts or model.shared_ffn else 1
         tensor = halves * net.all_reduce_s(net.group(s.tp), self.tokens * a_token)
-        found = tensor * (1 - s.software.overlap_tensor)
+        found = 0.0
         if experts:
             travelling = self.tokens * model.topk * model.capacity * a_token
             copies = model.topk if s.software.sends_once else 1
             found += 2 * net.all_to_all_s(net.group(s.ep, s.etp), travelling / s.tp / copies, copies)
             found += 2 * net.gather_s(net.group(s.etp), travelling * s.etp / s.tp)
-        return found
+        forward, backward = (tensor * (1 - hidden) for hidden in s.software.overlap_tensor)
+        return found + forward, found + backward
 
     def _round_s(self) -> float:
         """Keys and values of context parallelism, gathered or handed round."""

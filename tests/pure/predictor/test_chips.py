@@ -14,7 +14,7 @@ from heterodyne.predictor.constants import constants
 from heterodyne.predictor.devices import chip_of, network_of
 from heterodyne.predictor.kernels import Attention, Kernels
 from heterodyne.predictor.roofline import kernels_s
-from heterodyne.predictor.software import Software, software_of
+from heterodyne.predictor.software import Software, is_known, software_of
 
 A100 = lookup("A100-SXM-80GB")
 
@@ -37,6 +37,19 @@ def test_software_is_known_by_name() -> None:
     assert not software_of("DeepSpeed ZeRO-3").flash
     assert software_of("Megatron Core MoE DeepEP").tuned
     assert software_of("something of our own") == software_of(None) == Software()
+    assert is_known("DeepSpeed ZeRO-3")
+    assert not is_known("something of our own")
+    # Traffic of tensor parallelism hides behind the weights' gradients since 2022, and with pieces of products where it is asked for.
+    hidden = [software_of(name).overlap_tensor for name in ("Megatron-LM 2021", "Megatron-LM 2022", "NeMo")]
+    assert hidden == sorted(hidden)
+
+
+def test_a_scale_for_each_row_makes_products_in_8_bits_slower_and_no_others() -> None:
+    h100 = lookup("H100-SXM-80GB")
+    row, tensor = (chip_of(h100, "fp8", Software(rowwise=rowwise)) for rowwise in (True, False))
+    assert row.flops < tensor.flops
+    assert row.wide == tensor.wide
+    assert chip_of(h100, "bf16", Software(rowwise=True)) == chip_of(h100, "bf16", Software())
 
 
 def test_a_device_whose_datasheet_is_silent_is_refused_with_the_remedy() -> None:
