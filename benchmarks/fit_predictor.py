@@ -23,6 +23,8 @@ from heterodyne.predictor.constants import Constants, Fitted, constants
 _MOST = 24
 """Rows of a source and kind of device; they are correlated, more say little more."""
 _HELD_BACK = 0.1
+_USUAL = 0.05
+"""Of errors, in the logarithm: about their median. Farther rows have causes that no constant here is."""
 
 
 def main() -> int:
@@ -31,10 +33,11 @@ def main() -> int:
     parser.add_argument(
         "--evaluations", type=int, default=12, help="how often all rows are predicted, times the constants"
     )
+    parser.add_argument("--hold", nargs="*", default=(), metavar="NAME", help="constants that stay as they are")
     options = parser.parse_args()
     chosen = sample([run for run in runs(options.data) if run.side == FIT])
     now = constants()
-    names = tuple(Fitted.model_fields)
+    names = tuple(name for name in Fitted.model_fields if name not in options.hold)
     start = np.log([getattr(now.fitted, name) for name in names])
 
     def residuals(at: np.ndarray) -> np.ndarray:
@@ -48,7 +51,7 @@ def main() -> int:
         start,
         bounds=(-np.inf, most),
         loss="soft_l1",
-        f_scale=0.1,
+        f_scale=_USUAL,
         max_nfev=options.evaluations,
         diff_step=0.02,
     )

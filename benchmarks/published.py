@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from published_plan import evaluated
-from published_rows import FIT, LATER, TEST, Run, left_out, refuted_bytes, runs
+from published_rows import FIT, LATER, TEST, Run, left_out, refuted_bytes, runs, unknown_frameworks
 from results import DATA, ROOT, Results
 
 from heterodyne.report.scatter import Predicted, scatter_picture
@@ -56,6 +56,8 @@ def main() -> int:
     impossible = refuted_bytes(chosen)
     for identifier, why in left_out(options.data).items():
         results.row(f"left out, of another run than it tells of: {identifier}", why=why)
+    for framework, rows in unknown_frameworks(options.data).items():
+        results.row(f"taken for PyTorch of today, since nothing is known of it: {framework}", rows=rows)
     everything = []
     for run in chosen:
         row = judge(run)

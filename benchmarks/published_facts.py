@@ -120,12 +120,20 @@ def plan_of(row: Mapping[str, Any]) -> RowPlan:
         software = replace(software, state_bytes=4, optimizer_bytes=16)
     if plan.get("zero1_group"):
         software = replace(software, state_group=max(0, plan["zero1_group"]))
+    if "rowwise" in (plan.get("precision") or "").lower():
+        software = replace(software, rowwise=True)
+    if plan.get("async_tp"):
+        software = replace(software, overlap_tensor=software_of("async tp").overlap_tensor)
+    if "torchtitan" in str(plan.get("framework")) and not _compiled(plan):
+        software = replace(software, fused=False)
     recompute, part = _recompute(str(plan.get("recompute")))
     pp, vpp = plan["pp"] or 1, plan.get("vpp") or 1
     schedule = _SCHEDULES.get(plan.get("schedule") or "", "1F1B")
     if schedule == "Interleaved1F1B" and vpp == 1:  # a layer a stage
         vpp = max(1, (shape["layers"] + 2) // pp)
     zero, beside = plan.get("zero"), plan.get("sequence_parallel")
+    if zero is None and "fsdp" in str(plan.get("sharding")).lower():
+        zero = 3
     if (
         zero == "fsdp2"
     ):  # torchtitan/models/llama3/parallelize.py: beside tensor parallelism, norms are on slices of the sequence
@@ -149,6 +157,12 @@ def plan_of(row: Mapping[str, Any]) -> RowPlan:
         schedule=schedule,
         software=software,
     )
+
+
+def _compiled(plan: Mapping[str, Any]) -> bool:
+    """torchtitan runs an op a kernel where it does not compile; docs/float8.md asks for that where layers are in 8 bits."""
+    said = "compile" in str(plan.get("framework")) or bool(plan.get("compile"))
+    return said or _precision(plan.get("precision") or "") == "fp8"
 
 
 def _expert_width(row: Mapping[str, Any]) -> int:

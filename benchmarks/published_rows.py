@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,9 +22,10 @@ from heterodyne.cluster.catalog import Accelerator
 from heterodyne.predictor.constants import Constants
 from heterodyne.predictor.devices import network_of
 from heterodyne.predictor.network import Network
+from heterodyne.predictor.software import is_known
 from heterodyne.predictor.transformer import Transformer
 
-__all__ = ["FIT", "LATER", "TEST", "Run", "left_out", "refuted_bytes", "runs"]
+__all__ = ["FIT", "LATER", "TEST", "Run", "left_out", "refuted_bytes", "runs", "unknown_frameworks"]
 
 Side = Literal["fit", "test", "later"]
 FIT: Side = "fit"
@@ -106,6 +108,12 @@ def runs(path: Path, *, quality: str = "A") -> list[Run]:
 def left_out(path: Path, *, quality: str = "A") -> Mapping[str, str]:
     """Ids of complete rows that tell of another run than the one that was measured, and why that is known."""
     return {row["id"]: why for row in _complete(path, quality) if (why := _other(row)) is not None}
+
+
+def unknown_frameworks(path: Path, *, quality: str = "A") -> Mapping[str, int]:
+    """Software of which nothing is known, and so many complete rows of it: they are predicted as PyTorch of today."""
+    named = (str(row["parallel"]["framework"]) for row in _complete(path, quality))
+    return Counter(name for name in named if not is_known(name))
 
 
 class _Said(dict[str, Any]):

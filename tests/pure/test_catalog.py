@@ -30,7 +30,7 @@ def test_every_number_has_a_source_and_is_positive(accelerator: Accelerator) -> 
 def test_units_are_base_units(accelerator: Accelerator) -> None:
     """A slip of a power of ten would leave these bounds, which hold for every accelerator that has been built."""
     if accelerator.memory_bytes is not None:
-        assert 1e10 < accelerator.memory_bytes < 1e12
+        assert 1e10 <= accelerator.memory_bytes < 1e12
     if accelerator.memory_bandwidth_bytes_per_s is not None:
         assert 1e11 < accelerator.memory_bandwidth_bytes_per_s < 1e14
     if accelerator.link_bandwidth_bytes_per_s is not None:

@@ -21,7 +21,7 @@ from heterodyne.predictor.from_config import says_shape, transformer_of
 from heterodyne.predictor.graph_costs import graph_layers
 from heterodyne.predictor.layer_costs import predicted_layers
 from heterodyne.predictor.mixed_layers import mixed_layers
-from heterodyne.predictor.software import framework_names, software_of
+from heterodyne.predictor.software import framework_names, is_known, software_of
 
 __all__ = ["captured", "costs_of_job", "paper_precisions", "shape_of"]
 
@@ -35,7 +35,7 @@ def costs_of_job(
     Args:
         framework: who will run the plan, as far as it changes seconds and bytes; None: this library on PyTorch.
     """
-    if framework is not None and not any(name in framework.lower() for name in framework_names()):
+    if framework is not None and not is_known(framework):
         raise HeterodyneError(
             f"--framework {framework}: nothing is known of it; known are {', '.join(framework_names())}"
         )

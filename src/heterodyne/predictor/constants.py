@@ -18,11 +18,10 @@ class Fitted(Section):
     """From published runs; the file says what each is."""
 
     training: float = Field(gt=0, le=1)
-    attention: float = Field(gt=0, le=1)
-    attention_hopper: float = Field(gt=0, le=1)
-    attention_half: float = Field(gt=0)
-    attention_half_hopper: float = Field(gt=0)
+    training_hopper: float = Field(gt=0, le=1)
+    flash1: float = Field(gt=0, le=1)
     prologue: float = Field(ge=0)
+    written: float = Field(gt=0, le=1)
     around: float = Field(ge=0)
     unfused: float = Field(ge=1)
     score: float = Field(gt=0, le=1)
@@ -35,6 +34,7 @@ class Fitted(Section):
 class Stated(Section):
     """Known from elsewhere, counted, or set by hand; the file says which."""
 
+    attention_half: tuple[float, float]
     attention_backward: float = Field(gt=0, le=1)
     attention_backward_flops: float = Field(ge=2)
     memory: float = Field(gt=0, le=1)
@@ -46,8 +46,9 @@ class Stated(Section):
     nvlink_gb_per_s: float = Field(gt=0)
     host_memory_gb_per_s: float = Field(gt=0)
     tuned: float = Field(ge=1)
-    tuned_attention: float = Field(ge=1)
     fp8: float = Field(ge=1, le=2)
+    fp8_rowwise: float = Field(gt=0, le=1)
+    fp8_cast_bytes: float = Field(ge=0)
     score_bytes: tuple[float, float]
     logit_bytes: tuple[float, float]
     launches: tuple[float, float]

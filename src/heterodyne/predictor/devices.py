@@ -25,8 +25,10 @@ __all__ = ["chip_of", "generation_of", "network_of", "networks_of", "reached_bet
 class _Generation(Section):
     kinds: tuple[str, ...]
     units: int = Field(gt=0)
-    best: float = Field(gt=0, le=1)
-    hopper: bool = False
+    best: float = Field(gt=0, le=1.2)
+    flash2: tuple[float, float]
+    cudnn: tuple[float, float] | None = None
+    writes_behind: bool = False
     nic_gb_per_s: float = Field(gt=0)
     source: str
 
@@ -63,20 +65,34 @@ def chip_of(device: Accelerator, precision: Precision, software: Software, known
         )
     wanted: Precision = "bf16" if precision == "fp8" and "fp8" not in device.peak_flops else precision
     of_products = _best_flops(device, generation.best, wanted, known)
-    rate = fitted.training * (stated.tuned if software.tuned else 1.0)
+    training = fitted.training_hopper if generation.writes_behind else fitted.training
+    rate = 1.0 if wanted == "fp32" else min(1.0, training * (stated.tuned if software.tuned else 1.0))
     sixteen = max(device.peak_flops.get("bf16", 0.0), device.peak_flops.get("fp16", 0.0)) or of_products
-    flash = fitted.attention_hopper if generation.hopper else fitted.attention
-    forward = flash * (stated.tuned_attention if software.tuned else 1.0) * min(sixteen, 2.5 * of_products)
+    narrow, wide = _attention_parts(generation, software, known)
+    most = min(sixteen, 2.5 * of_products)
+    cast = wanted == "fp8"
+    scaled = stated.fp8_rowwise if cast and software.rowwise else 1.0
     return Chip(
-        flops=of_products * min(1.0, rate) if wanted != "fp32" else of_products,
+        flops=of_products * rate * scaled,
+        wide_flops=(_best_flops(device, generation.best, "bf16", known) if cast else of_products) * rate,
         units=generation.units,
         memory_bytes_per_s=device.memory_bandwidth_bytes_per_s * stated.memory,
-        attention=(forward, forward * stated.attention_backward),
-        attention_half=fitted.attention_half_hopper if generation.hopper else fitted.attention_half,
+        attention=(narrow * most, wide * most),
         launch_s=fitted.launch_us * 1e-6,
         element_bytes=4 if precision in ("fp32", "tf32") else 2,
         prologue=fitted.prologue,
+        written=0.0 if generation.writes_behind else fitted.written,
+        cast_bytes=stated.fp8_cast_bytes if cast else 0.0,
     )
+
+
+def _attention_parts(generation: _Generation, software: Software, known: Constants) -> tuple[float, float]:
+    """Of the peak in 16 bits, what the software's flash kernel does for heads of 64 and of 128."""
+    if software.attention == "cudnn" and generation.cudnn is not None:
+        return generation.cudnn
+    part = known.fitted.flash1 if software.attention == "flash1" else 1.0
+    narrow, wide = generation.flash2
+    return part * narrow, part * wide
 
 
 def _without_fp16(device: Accelerator) -> Accelerator:
@@ -91,7 +107,7 @@ def _best_flops(device: Accelerator, part: float, precision: Precision, known: C
     """FLOP/s of the best large product at a precision; where a device has no units for it, of the next wider one."""
     peaks, measured = device.peak_flops, device.measured_flops
     if precision == "fp8":
-        return _best_flops(device, part, "bf16", known) * known.stated.fp8
+        return measured.get("fp8") or _best_flops(device, part, "bf16", known) * known.stated.fp8
     if precision in ("bf16", "fp16"):
         either = [measured[p] for p in ("bf16", "fp16") if p in measured]
         if either:
@@ -124,10 +140,19 @@ def network_of(
         inside_bytes_per_s: of a device's link, as promised. ``between_bytes_per_s``: of all network cards of a node, as promised.
         reached: what part of its links a device has towards so many of its node, as `Network` has it.
         rdma: whether they write into the memory of devices by themselves; else the kernel carries everything through sockets.
+
+    Raises ClusterError for devices of a node whose link is known to be another than PCIe, with a bandwidth that nobody states.
     """
     known = known or constants()
     stated, fitted = known.stated, known.fitted
-    link = inside_bytes_per_s or device.link_bandwidth_bytes_per_s or stated.pcie_gb_per_s * 1e9
+    link = inside_bytes_per_s or device.link_bandwidth_bytes_per_s
+    if link is None:
+        if devices_per_node > 1 and device.link_type is not None and "PCIe" not in device.link_type:
+            raise ClusterError(
+                f"nobody states the bandwidth of {device.link_type} between the {device.kind} of a node: "
+                "give 'link_bandwidth' under 'kinds' in the cluster file"
+            )
+        link = stated.pcie_gb_per_s * 1e9
     cards = between_bytes_per_s or generation_of(device.kind).nic_gb_per_s * 1e9 * devices_per_node
     between, latency_s = reached_between(cards, rdma=rdma, known=known)
     return Network(

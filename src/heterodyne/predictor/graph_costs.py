@@ -121,7 +121,8 @@ def _kernels(ops: tuple[Op, ...], size: int, parts: StageShares | None) -> Kerne
             own = parts.of_op(op)
             flops, read, written = flops * max(own.operations), read * max(own.read), written * max(own.written)
         if op.kind == _ATTENTION:
-            attention.append(Attention(flops=flops, bytes=read + written))
+            *_, seq, head = (float(dim(size)) for dim in op.outputs[0].shape)
+            attention.append(Attention(flops=flops, bytes=read + written, seq=seq, head=head))
         elif product:
             products.append(_product(op, flops, _shape(op, size, parts)))
         else:

@@ -46,11 +46,14 @@ class Attention:
         flops: forward, causal counted; the backward has 2.5 times as many (Dao, 2022).
         bytes: read and written forward.
         seq: tokens of a sequence. Short ones are over before the pipeline of a kernel is full.
+        head: the width of a head. ``causal``: blocks on the diagonal are computed whole.
     """
 
     flops: float
     bytes: float
     seq: float = math.inf
+    head: float = 128.0
+    causal: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +94,8 @@ def attention_kernels(model: Transformer, setup: Setup, tokens: float, known: Co
     if software.flash:
         part = 0.5 if model.causal else 1.0
         touched = tokens * (2 * model.query_width + 2 * model.key_width) / setup.tp
-        flash = (Attention(flops=4 * scores * model.of_head * part, bytes=element * touched, seq=model.seq),)
+        flops, shape = 4 * scores * model.of_head * part, {"seq": model.seq, "head": model.of_head}
+        flash = (Attention(flops=flops, bytes=element * touched, causal=model.causal, **shape),)
     else:
         inner = {"m": model.seq / setup.cp, "count": sequences * heads}
         products.append(Product(n=model.seq, k=model.of_head, **inner))

@@ -33,8 +33,9 @@ class Passes:
 
     @cached_property
     def head(self) -> Pair:
-        """With the loss."""
-        return kernels_s(head_kernels(self.model, self.setup, self.known), self.chip, launch=self.setup.software.launch)
+        """With the loss. Those who train in 8 bits keep the head in 16 (Transformer Engine's and torchao's recipes)."""
+        kernels = head_kernels(self.model, self.setup, self.known)
+        return kernels_s(kernels, self.chip.wide, launch=self.setup.software.launch)
 
     def layer_held(self, *, experts: bool) -> Pair:
         """Parameters of a layer on one device: those that every token passes, and those of experts."""
@@ -49,8 +50,9 @@ class Passes:
         s, software = self.setup, self.setup.software
         kernels = layer_kernels(self.model, s, self.known, experts=experts)
         forward, backward = kernels_s(kernels, self.chip, launch=software.launch)
-        forward += self.exchanged_s(experts=experts)
-        backward += self.exchanged_s(experts=experts)
+        forward_exchanged, backward_exchanged = self.exchanged_s(experts=experts)
+        forward += forward_exchanged
+        backward += backward_exchanged
         if s.cp > 1:
             forward += self._round_s()
             backward += 2 * self._round_s()
@@ -66,21 +68,23 @@ class Passes:
         kernels = layer_kernels(self.model, self.setup, self.known, experts=experts)
         return forward - product_s(kernels.products[-1], self.chip)
 
-    def exchanged_s(self, *, experts: bool) -> float:
-        """Of tensor parallelism, an all-reduce (or a gather and a scatter) behind attention and one behind the feed-forward layer. To
-        experts go slices of the tokens and back; where neighbours share an expert, each gathers for it what came to all of them.
+    def exchanged_s(self, *, experts: bool) -> Pair:
+        """What nothing hides. Of tensor parallelism, an all-reduce (or a gather and a scatter) behind attention and one behind the
+        feed-forward layer. To experts go slices of the tokens and back; where neighbours share an expert, each gathers for it what came to
+        all of them.
         """
         model, s, net = self.model, self.setup, self.network
         a_token = model.hidden * s.element_bytes
         halves = 2 if not experts or model.shared_ffn else 1
         tensor = halves * net.all_reduce_s(net.group(s.tp), self.tokens * a_token)
-        found = tensor * (1 - s.software.overlap_tensor)
+        found = 0.0
         if experts:
             travelling = self.tokens * model.topk * model.capacity * a_token
             copies = model.topk if s.software.sends_once else 1
             found += 2 * net.all_to_all_s(net.group(s.ep, s.etp), travelling / s.tp / copies, copies)
             found += 2 * net.gather_s(net.group(s.etp), travelling * s.etp / s.tp)
-        return found
+        forward, backward = (tensor * (1 - hidden) for hidden in s.software.overlap_tensor)
+        return found + forward, found + backward
 
     def _round_s(self) -> float:
         """Keys and values of context parallelism, gathered or handed round."""

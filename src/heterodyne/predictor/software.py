@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Literal
 
 from heterodyne.documents import Section, read_yaml, validate
 from heterodyne.errors import ClusterError
 
-__all__ = ["Software", "framework_names", "software_of"]
+__all__ = ["Software", "framework_names", "is_known", "software_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,9 @@ class Software:
 
     Args:
         tuned: made for its devices by those who make them, or by hand.
-        flash: attention in one kernel that never writes the scores.
+        flash: attention in one kernel that never writes the scores. ``attention``: which: FlashAttention's first version, its second, or
+            cuDNN's, which from Hopper on does what FlashAttention-3 and -4 do.
+        rowwise: whether 8 bits have a scale for each row of an operand; else one for all of it.
         fused: norms, activations and dropouts in few kernels; else each op reads and writes memory for itself. ``fused_loss``: the same
             of softmax and cross entropy. ``loss_in_place``: they and the gradient of the logits are one kernel that writes over the logits.
         launch: how much of the host's time for starting kernels counts: 1 for eager PyTorch, near 0 for captured graphs and compiled
@@ -31,8 +34,9 @@ class Software:
         keeps_gathered: whether in a pipeline ZeRO-3 gathers parameters once a step, and keeps them and whole gradients until the last
             micro-batch; else both come and go with each.
         gathers: how many messages the parameters of a layer are gathered in (ZeRO-3).
-        overlap_tensor: the part of tensor-parallel traffic that hides behind matrix products.
+        overlap_tensor: the part of tensor-parallel traffic that hides behind matrix products, of a forward and of a backward.
         overlap_sends: whether a device computes while it sends to the next stage; else it waits until that has what it sends.
+        duplex: whether, where sends do not overlap, what goes to a neighbour and what comes from it are under way at once.
         scatters_sends: whether tensor-parallel neighbours, who all have what crosses between stages, send a part of it each and gather it
             where it arrives.
         sends_once: whether a token goes to a node, and to a device, once for all of its experts there; else once for each of its experts.
@@ -51,6 +55,7 @@ class Software:
 
     tuned: bool = False
     flash: bool = True
+    attention: Literal["flash1", "flash2", "cudnn"] = "flash2"
     fused: bool = True
     fused_loss: bool = True
     loss_in_place: bool = False
@@ -60,8 +65,9 @@ class Software:
     overlap_parameters: bool = True
     keeps_gathered: bool = False
     gathers: int = 1
-    overlap_tensor: float = 0.0
+    overlap_tensor: tuple[float, float] = (0.0, 0.0)
     overlap_sends: bool = True
+    duplex: bool = True
     scatters_sends: bool = False
     sends_once: bool = False
     gradient_bytes: int = 4
@@ -71,13 +77,14 @@ class Software:
     state_group: int = 0
     keeps_outputs: bool = False
     fp16: bool = True
+    rowwise: bool = False
     broadcasts: bool = False
     combined: bool = False
 
 
 class _Entry(Section):
     names: tuple[str, ...]
-    set: Mapping[str, bool | float]
+    set: Mapping[str, bool | float | str | tuple[float, float]]
     why: str
 
 
@@ -95,6 +102,11 @@ def _entries() -> tuple[_Entry, ...]:
 def framework_names() -> tuple[str, ...]:
     """The words by which `software_of` knows a framework."""
     return tuple(name for entry in _entries() for name in entry.names)
+
+
+def is_known(framework: str) -> bool:
+    """Whether anything is known of a framework; else `software_of` takes it for PyTorch of today, and who asks should say so."""
+    return any(word in framework.lower() for word in framework_names())
 
 
 def software_of(framework: str | None) -> Software:

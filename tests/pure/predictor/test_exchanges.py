@@ -43,7 +43,8 @@ def test_neighbours_that_share_an_expert_gather_its_tokens() -> None:
     shared, alone = (passes(EXPERTS, Setup(micro_batch=1, tp=4, ep=2, etp=etp)) for etp in (4, 1))
     tokens = GPT.seq * EXPERTS.topk * A_TOKEN
     gathers = 2 * NETWORK.gather_s(NETWORK.group(4), tokens)
-    assert shared.exchanged_s(experts=True) - alone.exchanged_s(experts=True) == pytest.approx(gathers)
+    more = [a - b for a, b in zip(shared.exchanged_s(experts=True), alone.exchanged_s(experts=True), strict=True)]
+    assert more == pytest.approx([gathers] * 2)
 
 
 @given(copies=st.integers(1, 64), size=st.sampled_from([16, 32, 64]))
@@ -75,3 +76,14 @@ def test_scores_that_are_written_out_can_be_made_again() -> None:
     )
     assert again[0] == plain[0]
     assert again[1] - plain[1] == pytest.approx(constants().stated.selective * plain[0])
+
+
+def test_of_tensor_parallel_traffic_shows_what_the_software_does_not_hide() -> None:
+    def exchanged(hidden: tuple[float, float]) -> tuple[float, float]:
+        setup = Setup(micro_batch=8, tp=4, software=Software(overlap_tensor=hidden))
+        return passes(GPT, setup).exchanged_s(experts=False)
+
+    shown, backward_hidden, all_hidden = (exchanged(hidden) for hidden in ((0.0, 0.0), (0.0, 0.5), (1.0, 1.0)))
+    assert shown[0] == shown[1] > 0
+    assert backward_hidden == (shown[0], shown[1] / 2)
+    assert all_hidden == (0, 0)

@@ -17,7 +17,7 @@ from heterodyne.predictor.transformer import Transformer
 
 KNOWN = constants()
 MODEL = Transformer(layers=4, hidden=512, heads=8, kv_heads=4, vocab=1000, seq=256, ffn=1536, gated=True)
-CHIP = Chip(flops=100e12, units=64, memory_bytes_per_s=1e12, attention=(50e12, 40e12))
+CHIP = Chip(flops=100e12, wide_flops=100e12, units=64, memory_bytes_per_s=1e12, attention=(40e12, 50e12))
 SIZES = st.integers(1, 20_000)
 
 
@@ -75,6 +75,51 @@ def test_a_larger_product_never_takes_less(m: int, n: int, k: int, more: int) ->
     seconds = product_s(Product(m=m, n=n, k=k), CHIP)
     for larger in (Product(m=m + more, n=n, k=k), Product(m=m, n=n + more, k=k), Product(m=m, n=n, k=k + more)):
         assert product_s(larger, CHIP) >= seconds
+
+
+@given(m=SIZES, n=SIZES, k=st.integers(64, 8192))
+def test_of_two_products_the_one_with_longer_k_is_not_less_efficient(m: int, n: int, k: int) -> None:
+    """The begin of a tile and the writing of its result are over after so many steps, whatever k is."""
+    waits = replace(CHIP, written=1.0)
+    short = Product(m=m, n=n, k=k)
+    assert product_s(replace(short, k=2 * k), waits) <= 2 * product_s(short, waits)
+    assert product_s(short, waits) >= product_s(short, CHIP)
+
+
+def test_layers_of_alike_models_are_more_efficient_the_wider_they_are() -> None:
+    def rate(hidden: int) -> float:
+        model = replace(MODEL, hidden=hidden, heads=hidden // 128, kv_heads=None, ffn=4 * hidden, gated=False, seq=2048)
+        made = layer_kernels(model, setup(tp=8, micro_batch=1), KNOWN)
+        return flops(made) / kernels_s(made, replace(CHIP, written=0.5), launch=0.0)[0]
+
+    rates = [rate(hidden) for hidden in (2048, 4096, 8192, 16384)]
+    assert rates == sorted(rates)
+    assert rates[-1] < CHIP.flops
+
+
+def test_casting_to_8_bits_costs_what_it_moves_whatever_the_product_computes() -> None:
+    made, a_byte = Kernels(products=(Product(m=4096, n=2048, k=1024),)), 1 / CHIP.memory_bytes_per_s
+    forward, backward = kernels_s(made, CHIP)
+    casting = kernels_s(made, replace(CHIP, cast_bytes=4.0))
+    assert casting[0] - forward == pytest.approx(4 * 4096 * 1024 * a_byte)  # what flows in
+    assert casting[1] - backward == pytest.approx(4 * 4096 * 2048 * a_byte)  # the gradient of what flows out
+    assert kernels_s(made, replace(CHIP, flops=1.0, cast_bytes=4.0).wide) == (forward, backward)
+
+
+@given(head=st.integers(1, 512))
+def test_wider_heads_are_never_slower_and_fill_up_what_was_made_for_64(head: int) -> None:
+    assert CHIP.attention_flops(head) <= CHIP.attention_flops(head + 1) <= CHIP.attention[1]
+    assert CHIP.attention_flops(64) == CHIP.attention[0]
+    assert CHIP.attention_flops(32) == CHIP.attention[0] / 2
+
+
+def test_seconds_of_attention_scale_with_the_square_of_a_long_sequence() -> None:
+    def seconds(seq: int) -> float:
+        made = layer_kernels(replace(MODEL, seq=seq), setup(), KNOWN)
+        return kernels_s(Kernels(attention=made.attention), CHIP)[0]
+
+    assert seconds(2**18) == pytest.approx(4 * seconds(2**17), rel=0.01)
+    assert seconds(1024) > seconds(2048) / 4  # short ones are over before the kernel is full
 
 
 def test_a_host_that_cannot_start_kernels_fast_enough_is_what_counts() -> None:

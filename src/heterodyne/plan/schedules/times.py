@@ -81,11 +81,21 @@ def chain(stages: int, send_s: float = 0.0) -> Sequence[Read]:
     )
 
 
-def blocked(stages: Sequence[StageTimes], sends: Sequence[float]) -> tuple[StageTimes, ...]:
-    """Stages that compute nothing while they send: each forward takes as long as its message to the next stage more, each backward that to
-    the stage before. ``sends``: seconds of a message between each two neighbours, the same both ways."""
+def blocked(stages: Sequence[StageTimes], sends: Sequence[float], *, duplex: bool = True) -> tuple[StageTimes, ...]:
+    """Stages that compute nothing while a message of theirs is under way. ``sends``: seconds of a message between each two neighbours, the
+    same both ways.
+
+    A message holds both ends: each forward is followed by one to the next stage and preceded by one from the stage before, each backward
+    the other way round. ``duplex``: neighbours exchange a forward's message and a backward's at once, so that what a stage receives costs
+    it no more than what it sends (the batched isend and irecv of Megatron-LM's p2p_communication.py); else one after the other, and all
+    count. While a pipeline fills, a message that is counted at both ends counts twice: that is an upper bound.
+    """
     after, before = [*sends, 0.0], [0.0, *sends]
     return tuple(
-        replace(stage, forward_s=stage.forward_s + onward, input_s=stage.input_s + back)
+        replace(
+            stage,
+            forward_s=stage.forward_s + onward + (0.0 if duplex else back),
+            input_s=stage.input_s + back + (0.0 if duplex else onward),
+        )
         for stage, onward, back in zip(stages, after, before, strict=True)
     )

@@ -24,13 +24,15 @@ class PipelineTime:
     """Times of templates over one fleet, cached.
 
     Args:
-        overlap_sends: whether a device computes while it sends; else it waits until the next stage has received (see `Software`).
+        overlap_sends: whether a device computes while it sends; else it waits until the next stage has received ; ``duplex``: whether two
+            messages between neighbours go both ways at once (see `Software`).
         played: one counter, the actions played so far under schedules that have to be played action by action.
     """
 
     tables: StageTables
     network: Network
     overlap_sends: bool
+    duplex: bool = True
     played: list[int] = field(default_factory=lambda: [0], repr=False)
     _timed: dict[Template, tuple[StageTimes, ...]] = field(default_factory=dict, repr=False)
     _makespans: dict[tuple[Template, ScheduleName, Layout], Makespans] = field(default_factory=dict, repr=False)
@@ -48,7 +50,9 @@ class PipelineTime:
     def _waiting(self, template: Template, sends: list[float]) -> tuple[Sequence[StageTimes], list[float]]:
         """Stage times and message times; where sends do not overlap, their time is part of that of the stages."""
         stages = self._times(template)
-        return (stages, sends) if self.overlap_sends else (blocked(stages, sends), [0.0] * len(sends))
+        if self.overlap_sends:
+            return stages, sends
+        return blocked(stages, sends, duplex=self.duplex), [0.0] * len(sends)
 
     def _times(self, template: Template) -> tuple[StageTimes, ...]:
         """Forward and backward seconds of each stage."""

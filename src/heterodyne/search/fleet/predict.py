@@ -64,7 +64,8 @@ class Predictor:
     @cached_property
     def pipeline_time(self) -> PipelineTime:
         """Times of single pipelines."""
-        return PipelineTime(tables=self.stage_tables, network=self.network, overlap_sends=self.software.overlap_sends)
+        overlap, duplex = self.software.overlap_sends, self.software.duplex
+        return PipelineTime(tables=self.stage_tables, network=self.network, overlap_sends=overlap, duplex=duplex)
 
     @cached_property
     def pipeline_memory(self) -> PipelineMemory:

@@ -33,6 +33,22 @@ def test_messages_that_block_cost_a_middle_stage_two_for_each_micro_batch(places
     assert waits == 2 * (places - 1) + 2 * (micro_batches - 1)
 
 
+@pytest.mark.parametrize("micro_batches", [8, 32])
+def test_a_message_holds_its_receiver_as_long_as_its_sender(micro_batches: int) -> None:
+    """Of two stages the first sends forward and receives backward, the second the other way round: as often, so both wait as long; where
+    messages go both ways at once each waits for one a micro-batch."""
+    stages = [StageTimes(forward_s=2, input_s=3, weight_s=1)] * 2
+    alone = [stage.total_s for stage in stages]
+    waits = {
+        duplex: [own.total_s - was for own, was in zip(blocked(stages, [1.0], duplex=duplex), alone, strict=True)]
+        for duplex in (True, False)
+    }
+    assert waits == {True: [1, 1], False: [2, 2]}
+    orders = SCHEDULES["1F1B"].orders(2, 1, micro_batches)
+    steps = [play(orders, blocked(stages, [1.0], duplex=duplex)).makespan_s for duplex in (True, False)]
+    assert steps[1] - steps[0] >= micro_batches
+
+
 @pytest.mark.parametrize(("places", "micro_batches"), SIZES)
 def test_1f1b_takes_p_minus_1_plus_m_times_f_plus_b(places: int, micro_batches: int) -> None:
     result = played("1F1B", places, micro_batches, work=(2, 3, 1))

@@ -104,11 +104,9 @@ def test_a_pipeline_has_the_bubble_of_its_schedule(pp: int) -> None:
     assert step_s(1, 1, pp, 32, inside=FREE) == pytest.approx(gpipe, rel=1e-3)
     chunks = step_s(1, 1, pp, 32, inside=FREE, schedule="Interleaved1F1B", chunks=2)
     assert chunks == pytest.approx(whole / pp * (1 + (pp - 1) / 64), rel=0.03)
-    assert (
-        step_s(1, 1, pp, 32, inside=FREE, schedule="ZBH2")
-        <= step_s(1, 1, pp, 32, inside=FREE, schedule="ZBH1")
-        <= gpipe
-    )
+    zero_bubble = [step_s(1, 1, pp, 32, inside=FREE, schedule=name) for name in ("ZBH2", "ZBH1")]
+    assert zero_bubble[0] <= zero_bubble[1] * (1 + 1e-12)
+    assert zero_bubble[1] <= gpipe
 
 
 def test_devices_that_wait_for_their_messages_take_longer() -> None:
