@@ -69,6 +69,9 @@ def fleet_of(counts: dict[str, int]) -> Fleet:
     return Fleet(name=" + ".join(f"{n} {kind}" for kind, n in counts.items()), pools=tuple(pools))
 
 
+LLAMA_3_8B = Transformer(
+    layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, gated=True, vocab=128256, seq=8192, tied=False
+)
 LLAMA_3_70B = Transformer(
     layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, gated=True, vocab=128256, seq=8192, tied=False
 )

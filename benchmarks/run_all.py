@@ -83,6 +83,7 @@ BENCHMARKS = (
     "planner_speed",
     "planner_gap",
     "planner_quality",
+    "planner_golden",
     "planner_optimality",
     "planner_here",
 )

@@ -9,7 +9,6 @@ from heterodyne.cost.exchange import buffer_bytes
 from heterodyne.cost.layers import LayerCost
 from heterodyne.cost.op_shares import StageShares
 from heterodyne.cost.recipe import Recipe
-from heterodyne.cost.sharded_activations import copied_bytes
 from heterodyne.cost.stage_collectives import StageCollective, conversion, exchanges_of, within
 from heterodyne.graph.ir import Block, ModelGraph, Op, Parameter, Ref
 from heterodyne.plan.boxes import Slice, numel
@@ -83,8 +82,7 @@ def _kept_bytes(ops: Sequence[Op], size: int, parts: StageShares | None) -> floa
     if parts is None:
         return sum(op.bytes_saved(size) for op in ops)
     return max(
-        sum(op.bytes_saved(size) * parts.of_op(op).kept[member] for op in ops) + copied_bytes(parts, ops, member)
-        for member in range(parts.members)
+        sum(op.bytes_saved(size) * parts.of_op(op).kept[member] for op in ops) for member in range(parts.members)
     )
 
 

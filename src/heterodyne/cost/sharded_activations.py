@@ -1,32 +1,28 @@
 """Bytes of saved activations and workspace on a member of a sharded stage, op by op.
 
-What an op saves shrinks with its inputs. Converted copies come on top: where an op saves a gathered tensor and an earlier op the slice
-that it was gathered from, both exist.
+What an op saves shrinks with its inputs. Copies that a conversion makes of what is saved already are not counted: with them peaks of
+stages in tensor parallelism were told 5% too high (`benchmarks/memory_truth.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
 from heterodyne.cost.exchange import buffer_bytes
 from heterodyne.cost.memory import DeviceMemory
-from heterodyne.cost.op_shares import Layouts, StageShares
+from heterodyne.cost.op_shares import Layouts
 from heterodyne.cost.recomputation import RecomputedPart
 from heterodyne.cost.sharded_stage import ShardedStageCost
 from heterodyne.cost.stage_collectives import exchanges_of
 from heterodyne.graph.cut import computed_again
 from heterodyne.graph.ir import Op, Ref
-from heterodyne.graph.sharding import Exchange, Layout
 from heterodyne.plan.boxes import Box
 
-__all__ = ["ShardedActivations", "copied_bytes"]
+__all__ = ["ShardedActivations"]
 
 Ops = tuple[int, int]
-_KEEP_NO_RESULT = frozenset(
-    {"addmm", "linear", "mm", "bmm", "matmul", "convolution", "add", "sub", "mul", "layer_norm", "embedding"}
-)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,7 +38,7 @@ class ShardedActivations:
         parts = self.stage.parts(samples)
         of = ops or self.stage.ops
         kept = {op.name: parts.of_op(op).kept[self.member] for op in self._in(of)}
-        return self.memory.activations(samples, of, kept) + round(copied_bytes(parts, self._in(of), self.member))
+        return self.memory.activations(samples, of, kept)
 
     def read_from_before(self, samples: int, ops: Ops) -> float:
         """Inputs of some ops of the stage from ops before them: saved where these are recomputed."""
@@ -138,52 +134,3 @@ class ShardedActivations:
 
     def _in(self, ops: Ops) -> tuple[Op, ...]:
         return self.stage.graph.ops[ops[0] : ops[1]]
-
-
-def copied_bytes(parts: StageShares, ops: Iterable[Op], member: int) -> float:
-    """Bytes of resharded copies that are saved for backward."""
-    readers = {op.name: op for op in ops}
-    followers: dict[str, list[Op]] = {}
-    for op in parts.sharding.graph.ops:
-        for name in dict.fromkeys(op.inputs):
-            followers.setdefault(name, []).append(op)
-    total = 0.0
-    for axis, exchange in [(axis, each) for axis, own in enumerate(parts.along) for each in own.sharding.exchanges]:
-        reader = readers.get(exchange.before or "")
-        if reader is None or not _makes_a_copy(exchange.have, exchange.want):
-            continue
-        if not _is_counted(parts, exchange, axis, followers) and _is_kept_as_it_was(parts, exchange):
-            layouts = list(parts.lies(exchange.tensor))
-            layouts[axis] = exchange.want
-            total += parts.bytes_of(exchange.tensor) * parts.of_tensor(exchange.tensor, *layouts)[member]
-    return total
-
-
-def _is_counted(parts: StageShares, exchange: Exchange, axis: int, readers: Mapping[str, Sequence[Op]]) -> bool:
-    """Whether an op that reads it in this layout, or a view of that, is already counted as saving it."""
-    size = exchange.bytes(parts.samples)
-    left = [
-        op
-        for op in readers.get(exchange.tensor.name, ())
-        if any(ref == exchange.tensor and layouts[axis] == exchange.want for ref, layouts in parts.read_by(op))
-    ]
-    while left:
-        op = left.pop()
-        if op.bytes_saved(parts.samples) >= size:
-            return True
-        if not op.bytes_written(parts.samples):
-            left += readers.get(op.name, ())
-    return False
-
-
-def _is_kept_as_it_was(parts: StageShares, exchange: Exchange) -> bool:
-    """Whether the op that made it may save it. Matrix products and sums save none of their outputs."""
-    made = parts.sharding.graph.op_by_name.get(exchange.tensor.name)
-    while made is not None and made.inputs and not made.bytes_written(parts.samples):
-        made = parts.sharding.graph.op_by_name.get(made.inputs[0])
-    return made is None or made.target.split(".")[1] not in _KEEP_NO_RESULT
-
-
-def _makes_a_copy(have: Layout, want: Layout) -> bool:
-    """Whether the conversion copies something that an earlier op may save as well. Partial sums are saved by nobody."""
-    return "sum" not in (have.kind, want.kind) and "cut" in (have.kind, want.kind)

@@ -21,6 +21,9 @@ from heterodyne.search.fleet.tables import Table, Tables
 __all__ = ["Chosen", "Kind", "chosen_of", "fastest", "kinds_of", "undominated", "usable_widths"]
 
 
+_ROW_POOLS = 3  # in a sequence of stages at most, since sequences are written out; the template search has any number
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """A stage's devices: a number of devices of one pool with their parallel widths. ``pool``: its index in the fleet."""
@@ -168,6 +171,7 @@ def chosen_of(kinds: Sequence[Kind], space: Space, per_node: Mapping[str, int]) 
         per_node: devices of a node, by pool.
     """
     layers = len(kinds[0].table.costs)
+    most_pools = min(_ROW_POOLS, space.max_pools or _ROW_POOLS)
     most = space.cells / (layers + 1) ** 2
     quick = set(map(id, fastest(kinds)))
     leanest = _best(kinds, lambda kind: kind.table.memory(0, layers, recompute=space.recompute, held=1).total)
@@ -176,18 +180,18 @@ def chosen_of(kinds: Sequence[Kind], space: Space, per_node: Mapping[str, int]) 
     own = every if len(kinds) * min(layers, space.max_stages) <= most else few
     pairs = own if _pairs([kinds[n] for n in own]) <= most else few
     triples = pairs
-    if space.max_pools > 2 and _pairs([kinds[n] for n in pairs]) + _triples([kinds[n] for n in pairs]) > most:
+    if most_pools > 2 and _pairs([kinds[n] for n in pairs]) + _triples([kinds[n] for n in pairs]) > most:
         triples = [
             number for number in few if number in leanest and kinds[number].devices <= per_node[kinds[number].name]
         ]
     count_2 = _pairs([kinds[n] for n in pairs])
-    count_3 = _triples([kinds[n] for n in triples]) if space.max_pools > 2 else 0
+    count_3 = _triples([kinds[n] for n in triples]) if most_pools > 2 else 0
     run = 1
     while run < space.max_stages and count_2 * (run + 1) ** 2 + count_3 * (run + 1) ** 3 <= most:
         run += 1
     return Chosen(
         kinds=tuple(kinds[n] for n in own),
-        pools=tuple(space.max_pools if n in triples else 2 if n in pairs else 1 for n in own),
+        pools=tuple(most_pools if n in triples else 2 if n in pairs else 1 for n in own),
         run=run,
     )
 

@@ -9,20 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterodyne.cluster.fleet import Fleet
-from heterodyne.predictor.constants import constants
-from heterodyne.predictor.overlap import exposed_s, returned_s
 from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.counts import Limits, best_per_devices, capacities, relaxed, shortest_s
+from heterodyne.search.fleet.pipeline_estimate import exposed_sync_s
 from heterodyne.search.fleet.pipeline_table import MANY_DEVICES, PipelineTable
 from heterodyne.search.fleet.pipeline_templates import PipelineTemplates
 from heterodyne.search.fleet.plan import Template
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.tables import Table
 
-__all__ = ["Options", "Times", "anyhow", "exposed_sync_s", "shown_s"]
+__all__ = ["Options", "Times", "anyhow", "shown_s"]
 
 _QUANTILES = (1.0, 0.7, 0.5, 0.35, 0.2, 0.1, 0.05)  # of what shows with each shape, up to which shapes are looked at
-_BACKWARD = 2 / 3  # about so much of a stage's work
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,15 +152,6 @@ def shown_s(predictor: Predictor, stages: Ints, devices: Ints, longest_s: Floats
     part = np.minimum(1.0, on_node * np.ceil(layers / stages) / layers)
     each: Floats = _links_s(fleet)[limits.room > 0].max(initial=0.0) * part
     return exposed_sync_s(predictor, gradients * each, updated * each, longest_s)
-
-
-def exposed_sync_s(predictor: Predictor, gradients_s: Floats, updated_s: Floats, longest_s: Floats) -> Floats:
-    """Estimated exposed seconds of what takes so long if nothing hides it. ``longest_s``: of a micro-batch on the bottleneck stage."""
-    if not predictor.software.overlap_gradients:
-        return gradients_s + updated_s
-    stated = constants().stated
-    shown: Floats = exposed_s(gradients_s, _BACKWARD * longest_s, stated) + returned_s(updated_s, stated)
-    return shown
 
 
 def _some_table(predictor: Predictor) -> Table:

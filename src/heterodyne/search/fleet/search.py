@@ -1,7 +1,8 @@
 """The search for the best plan over a fleet.
 
-1. Plans of alike pipelines are enumerated by an estimate; the best are cut exactly and played (`alike`, `cutter`). Over many devices this
-comes after step 5, for each set of pools, and mixes of all that is known by then are counted again.
+1. Pipelines over any number of pools are found by dynamic programming and estimated as alike ones (`template_search`, `candidates`); the
+best are cut exactly and played (`cutter`). Over many devices this comes after step 5, with the best for each set of pools, and mixes of all
+that is known by then are counted again.
 2. A lower bound on any plan (`cover`, `lower_bound`): when a plan is close enough to it, the search ends.
 3. For every micro-batch size, and with state sharded over more and more pipelines: the templates that fit (`pipeline_templates`). The
 relaxed knapsack over them selects those that matter.
@@ -23,15 +24,14 @@ from math import inf
 import numpy as np
 
 from heterodyne.cluster.fleet import Fleet
-from heterodyne.search.fleet.alike import Alike
 from heterodyne.search.fleet.arrays import Floats
+from heterodyne.search.fleet.candidates import Candidates
 from heterodyne.search.fleet.climbing import Climbing
 from heterodyne.search.fleet.columns import Columns
 from heterodyne.search.fleet.counts import Limits
 from heterodyne.search.fleet.criterion import Criterion, Score
 from heterodyne.search.fleet.cutter import Cutter
 from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, Mix
-from heterodyne.search.fleet.kinds import fastest
 from heterodyne.search.fleet.ledger import Ledger
 from heterodyne.search.fleet.lower_bound import lower_bound_s
 from heterodyne.search.fleet.mixes import Mixes
@@ -47,7 +47,9 @@ __all__ = ["Search"]
 
 _ENOUGH = 1.01  # times what no plan can beat, at which a search ends
 _CLEARLY = 0.9
-_OVER_POOLS = 4096  # devices, up to which alike pipelines over each set of pools were in better plans
+_ALIKE = 80  # pipelines that are cut exactly as alike ones: those that are estimated to be the fastest
+_ANYWAY = 8  # cuts of these that are played whatever work that is
+_ESTIMATED = 4096  # devices, up to which alike pipelines were in better plans than unlike ones over a pool each
 _EACH = 2  # over each set of pools
 _WAYS = ((1.0, 1.0), (1.0, 1.1))  # to compare shapes (see `Columns`)
 _WAYS_OF_FEW = ((0.0, 1.0), (1.0, 1.0), (0.0, 1.1), (1.0, 1.25))
@@ -69,6 +71,7 @@ class Search:
     space: Space
     watch: Watch = field(default_factory=Watch)
     bound_s: float = inf
+    _found: dict[int, Candidates] = field(default_factory=dict, repr=False)
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -95,6 +98,12 @@ class Search:
     @property
     def tables(self) -> Tables:
         return self.predictor.tables
+
+    def _candidates(self, zero: int) -> Candidates:
+        """See `Candidates.found`; made once."""
+        if zero not in self._found:
+            self._found[zero] = Candidates.found(self.predictor, self.space, self.rows.worthwhile(), zero)
+        return self._found[zero]
 
     @cached_property
     def _chosen(self) -> Columns:
@@ -152,7 +161,7 @@ class Search:
         if self._enough(best, aim):
             return best
         best = self._mixed(best, columns, aim)
-        if MANY_DEVICES < self.fleet.devices <= _OVER_POOLS and not self.ledger.late():
+        if MANY_DEVICES < self.fleet.devices <= _ESTIMATED and not self.ledger.late():
             # These are shorter than those for which one pool has memory, so more fit and fewer devices are left over.
             best = self._alike(best, columns, aim)
             best = self._counted(list(columns), self._limits(1, aim), best, aim)
@@ -237,13 +246,19 @@ class Search:
     def _alike(self, best: EvaluatedPlan | None, columns: dict[Template, None], aim: Criterion) -> EvaluatedPlan | None:
         """The best of alike pipelines at the lowest ZeRO level that fits, and of what is known. All are added to the columns."""
         limits, many = self._limits(1, aim), self.fleet.devices > MANY_DEVICES
-        kinds = {size: fastest(own) for size, own in self.rows.worthwhile().items()}
         for zero in dict.fromkeys((self.rows.low, max(self.space.zero))):
-            alike = Alike(predictor=self.predictor, space=self.space, zero=zero, limits=limits)
-            found = alike.best(kinds, _EACH if many else self.space.columns, by_pools=many)
-            cut = dict.fromkeys(mix for size, places in found for mix in self._cutter.cut(places, size, zero, limits))
+            found = self._candidates(zero).within(limits)
+            chosen = found.best_alike(self.predictor.global_batch, _ALIKE, _EACH if many else 0)
+            cut = dict.fromkeys(
+                mix
+                for number in chosen.tolist()
+                for mix in self._cutter.cut(found.places[number], int(found.sizes[number]), zero, limits)
+            )
             columns.update((template, None) for mix in cut for template, _ in mix)
-            best = self._played(list(cut), best, aim, self.space.plain_schedules)
+            mixes = list(cut)
+            # A bound says little of what is exchanged, and to play long pipelines is much work.
+            best = self._played(mixes[:_ANYWAY], best, aim, self.space.plain_schedules, anyway=_ANYWAY)
+            best = self._played(mixes[_ANYWAY:], best, aim, self.space.plain_schedules)
             if best is not None:
                 break
         return best
@@ -253,9 +268,15 @@ class Search:
         return Limits(room=room, prices=aim.prices, budget=aim.budget, least=shards, most=self.space.max_pipelines)
 
     def _played(
-        self, mixes: Sequence[Mix], best: EvaluatedPlan | None, aim: Criterion, schedules: tuple[ScheduleName, ...]
+        self,
+        mixes: Sequence[Mix],
+        best: EvaluatedPlan | None,
+        aim: Criterion,
+        schedules: tuple[ScheduleName, ...],
+        anyway: int = 0,
     ) -> EvaluatedPlan | None:
-        """The best of the mixes and of what is known. Where the score is not time, bounds only order them.
+        """The best of the mixes and of what is known. Where the score is not time, bounds only order them. ``anyway``: so many are played
+        whatever work that is.
 
         Ties go to larger micro-batches: there are fewer to wait for.
         """
@@ -267,9 +288,9 @@ class Search:
         )
         self.ledger.proposed.update((mixes[number], None) for _, _, number in ranked[:_PLAYED])
         limit = self.ledger.spent + _PLAYED_STAGES
-        for bound_s, _, number in ranked[:_PLAYED]:
+        for place, (bound_s, _, number) in enumerate(ranked[:_PLAYED]):
             beaten = aim.by_time and best is not None and bound_s >= best.predicted.step_s
-            if beaten or self.ledger.late() or self.ledger.spent > limit:
+            if beaten or self.ledger.late() or (place >= anyway and self.ledger.spent > limit):
                 break
             weighed = self.ledger.evaluate(mixes[number], aim.below_s(best), schedules)
             if aim.better(weighed, best):

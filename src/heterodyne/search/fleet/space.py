@@ -33,7 +33,7 @@ class Space:
 
     pools: tuple[str, ...] | None = None
     max_stages: int = 64
-    max_pools: int = 3
+    max_pools: int | None = None
     max_width: int = 1024
     max_context: int = 1024
     max_data: int = 1024

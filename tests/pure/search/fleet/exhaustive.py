@@ -86,7 +86,7 @@ class Exhaustive:
     def _rows(self, kinds: Sequence[Kind]) -> Iterator[list[Kind]]:
         pools = self.search.fleet.pools
         layers = len(self.search.tables.costs.layers)
-        for count in range(1, min(len(pools), self.search.space.max_pools) + 1):
+        for count in range(1, min(len(pools), self.search.space.max_pools or len(pools)) + 1):
             for chosen in permutations(kinds, count):
                 if len({kind.pool for kind in chosen}) < count:
                     continue

@@ -1,0 +1,165 @@
+"""Estimate of the step of alike pipelines whose stages are not cut yet.
+
+In a time tau a stage takes floor(tau / t) layers, or as many as its memory holds at its place in the pipeline, so the bottleneck stage
+takes the least tau in which the stages take all layers: found by bisection, for all pipelines at once. Pipeline fill, point-to-point
+messages and exposed gradient sync are added. It selects the pipelines that are cut exactly and played.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from heterodyne.predictor.constants import constants
+from heterodyne.predictor.overlap import exposed_s, returned_s
+from heterodyne.search.fleet.arrays import Floats, Ints
+from heterodyne.search.fleet.fleet_wires import Wires
+from heterodyne.search.fleet.kinds import Kind
+from heterodyne.search.fleet.predict import Predictor
+from heterodyne.search.fleet.template_search import most_layers
+
+__all__ = ["Estimate", "PipelineEstimate"]
+
+_BISECTIONS = 12
+_NO_TIME_S = 1e-12  # of a layer that costs nothing
+_BACKWARD = 2 / 3  # about so much of a stage's work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Seconds of the bottleneck stage for a micro-batch, of the messages of one, and of exposed sync. Shape [pipelines].
+
+    ``layers``: that a stage of each place may hold. Shape [pipelines, places].
+    """
+
+    layers: Floats
+    bottleneck_s: Floats
+    messages_s: Floats
+    sync_s: Floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineEstimate:
+    """Estimates for stage kinds of one micro-batch size. ``zero``: the ZeRO level at which memory is counted."""
+
+    predictor: Predictor
+    kinds: Sequence[Kind]
+    micro_batch: int
+    zero: int
+    recompute: bool
+
+    def of(self, chains: Ints, runs: Ints, count: Ints) -> Estimate:
+        """Infinite where a pipeline does not fit.
+
+        Args:
+            chains: kinds in the order of the stages. ``runs``: stages of each, 0 in unused places. Shape [pipelines, places].
+            count: of replicas. Shape [pipelines].
+        """
+        kinds = self.kinds
+        layers = len(kinds[0].table.costs)
+        forward, backward, recomputed = (own / layers for own in self._passes())
+        inside, before = self._sends(chains, runs)
+        after = np.pad(before[:, 1:], ((0, 0), (0, 1)))
+        waits = np.where(runs > 1, inside + np.maximum(inside, np.maximum(before, after)), before + after)
+        joined: NDArray[np.bool_] = np.all(np.isfinite(waits), axis=1)
+        overlap = self.predictor.software.overlap_sends
+        waits = np.zeros(waits.shape) if overlap else np.where(joined[:, None], waits, 0.0)
+        rounds = np.ceil(self.predictor.global_batch / (self.micro_batch * count))
+        behind = runs.sum(axis=1, keepdims=True) - np.cumsum(runs, axis=1)
+        held = np.minimum(behind + (runs + 1) / 2, rounds[:, None])  # by the stages of a kind, about
+        plain, again = (self._room(chains, held, count, recompute=recompute) for recompute in (False, True))
+        each, more = np.maximum(forward + backward, _NO_TIME_S)[chains], recomputed[chains]
+        low, high = np.zeros(len(chains)), (each + more).max(axis=1) * layers + waits.max(axis=1)
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            left = np.maximum(0.0, middle[:, None] - waits)
+            done = np.maximum(np.minimum(left // each, plain), np.minimum(left // (each + more), again))
+            enough = (runs * done).sum(axis=1) >= layers
+            low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+        left = np.maximum(0.0, high[:, None] - waits)
+        done = np.maximum(np.minimum(left // each, plain), np.minimum(left // (each + more), again))
+        fits = joined & ((runs * np.maximum(plain, again)).sum(axis=1) >= layers)
+        sent = 2 * (inside * np.maximum(0, runs - 1) + before).sum(axis=1) if overlap else np.zeros(len(chains))
+        return Estimate(
+            layers=done,
+            bottleneck_s=np.where(fits, high, np.inf),
+            messages_s=sent,
+            sync_s=self._sync_s(chains, runs, count, high),
+        )
+
+    def waits_s(self) -> list[float]:
+        """About as long a stage of each kind waits for its messages in each micro-batch: one on either side, inside of a node."""
+        if self.predictor.software.overlap_sends:
+            return [0.0] * len(self.kinds)
+        one = np.arange(len(self.kinds))[:, None]
+        inside, _ = self._sends(one, np.full_like(one, 2))
+        return [2 * seconds if np.isfinite(seconds) else 0.0 for seconds in inside[:, 0].tolist()]
+
+    def _passes(self) -> tuple[Floats, Floats, Floats]:
+        """Seconds of all forwards, backwards and recompute of a micro-batch, on each kind."""
+        forward, backward, again = np.array([[own[-1] for own in kind.table.passes] for kind in self.kinds]).T
+        return forward, backward, again
+
+    def _room(self, chains: Ints, held: Floats, count: Ints, *, recompute: bool) -> Floats:
+        """The number of layers for which a stage has memory."""
+        if recompute and not self.recompute:
+            return np.zeros(chains.shape)
+        found = np.zeros(chains.shape)
+        for number, kind in enumerate(self.kinds):
+            own = chains == number
+            replicas = np.broadcast_to(count[:, None], chains.shape)[own]
+            found[own] = most_layers(kind, held[own], replicas, self.zero, recompute=recompute)
+        return found
+
+    def _sends(self, chains: Ints, runs: Ints) -> tuple[Floats, Floats]:
+        """Seconds of a point-to-point message between two stages of one kind, and from the preceding kind. Shape [pipelines, places]."""
+        kinds, fleet, wires = self.kinds, self.predictor.fleet, Wires(self.predictor.fleet)
+        pools = [fleet.pools[kind.pool] for kind in kinds]
+        sent = kinds[0].table.output_bytes(len(kinds[0].table.costs) // 2)
+        devices, per_node = np.array([kind.devices for kind in kinds]), np.array([p.devices_per_node for p in pools])
+        part = np.minimum(1.0, runs * devices[chains] / per_node[chains])  # of a node's link
+        latency, rate = np.full((2, len(kinds), len(kinds)), np.inf)
+        near = np.full(len(kinds), np.inf)
+        for a, own in enumerate(pools):
+            within = wires.inside(own)
+            near[a] = (
+                np.inf if within is None else within.latency_s + sent / kinds[a].devices / within.bandwidth_bytes_per_s
+            )
+            for b, other in enumerate(pools):
+                wire = wires.between(own.name, other.name)
+                if wire is not None:
+                    latency[a, b], rate[a, b] = wire.latency_s, sent / wire.bandwidth_bytes_per_s
+        inside = np.where(
+            runs * devices[chains] <= per_node[chains],
+            near[chains],
+            latency[chains, chains] + rate[chains, chains] / np.maximum(part, 1e-9),
+        )
+        before = np.zeros(inside.shape)
+        one, two = chains[:, :-1], chains[:, 1:]
+        before[:, 1:] = latency[one, two] + rate[one, two] / np.maximum(1e-9, np.minimum(part[:, :-1], part[:, 1:]))
+        return np.where(runs > 1, inside, 0.0), np.where(runs > 0, before, 0.0)
+
+    def _sync_s(self, chains: Ints, runs: Ints, count: Ints, bottleneck_s: Floats) -> Floats:
+        """Exposed seconds of gradient sync, if each stage holds layers in proportion to its speed."""
+        layers, wires = len(self.kinds[0].table.costs), Wires(self.predictor.fleet)
+        size = self.kinds[0].table.reduced_bytes(0, layers) / layers  # the same at all widths
+        links = [wires.between(kind.name, kind.name) for kind in self.kinds]
+        each = [0.0 if wire is None else size / wire.bandwidth_bytes_per_s for wire in links]
+        forward, backward, _ = self._passes()
+        pace = 1 / np.maximum(forward + backward, _NO_TIME_S)
+        own = runs * pace[chains]
+        part = layers * pace[chains] / own.sum(axis=1, keepdims=True)  # of the layers, on a stage
+        once = np.where(runs > 0, part * np.array(each)[chains], 0.0).max(axis=1) * (1 - 1 / count)
+        return exposed_sync_s(self.predictor, once, once, bottleneck_s)
+
+
+def exposed_sync_s(predictor: Predictor, gradients_s: Floats, updated_s: Floats, bottleneck_s: Floats) -> Floats:
+    """Estimated exposed seconds of what takes so long if nothing hides it."""
+    if not predictor.software.overlap_gradients:
+        return gradients_s + updated_s
+    stated = constants().stated
+    found: Floats = exposed_s(gradients_s, _BACKWARD * bottleneck_s, stated) + returned_s(updated_s, stated)
+    return found
