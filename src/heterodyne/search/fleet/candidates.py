@@ -128,20 +128,21 @@ def _of_size(predictor: Predictor, space: Space, kinds: Sequence[Kind], size: in
     count = limits.most_of(devices)
     estimate = estimates.of(chains, runs, np.maximum(1, count))
     known = np.isfinite(estimate.bottleneck_s) & (count >= max(1, limits.least))
-    rows = (zip(*row, strict=True) for row in zip(chains.tolist(), runs.tolist(), strict=True))
+    bottleneck_s, runs = estimate.bottleneck_s[known], runs[known]
+    rows = (zip(*row, strict=True) for row in zip(chains[known].tolist(), runs.tolist(), strict=True))
     places: list[Places] = [tuple((kinds[k].name, kinds[k].widths, n) for k, n in row if n) for row in rows]
     objects = np.empty(len(places), dtype=object)
     objects[:] = places
     yield Candidates(
         places=objects,
         sizes=np.full(len(places), size, dtype=np.int64),
-        pools=bits,
-        devices=devices,
-        count=count,
-        bottleneck_s=estimate.bottleneck_s,
-        filling_s=filling * (runs.sum(axis=1) - 1) * estimate.bottleneck_s + estimate.messages_s,
-        sync_s=estimate.sync_s,
-    ).select(known)
+        pools=bits[known],
+        devices=devices[known],
+        count=count[known],
+        bottleneck_s=bottleneck_s,
+        filling_s=filling * (runs.sum(axis=1) - 1) * bottleneck_s + estimate.messages_s[known],
+        sync_s=estimate.sync_s[known],
+    )
 
 
 def _reordered(chains: Ints, runs: Ints) -> tuple[Ints, Ints]:
