@@ -19,7 +19,7 @@ import planner_quality
 import planner_speed
 from fleets import GPUS, LLAMA_3_8B, fleet_of
 from layer_profiles import read_layer_profiles
-from results import ROOT, Results
+from results import DATA, Results
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.layers import LayerCosts
@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here as JSON")
     parser.add_argument("--only", metavar="TEXT", default="", help="the cases with this in their names")
     parser.add_argument("--lower", action="store_true", help="keep the steps that are shorter than the golden ones")
-    parser.add_argument("--profiles", type=Path, default=ROOT.parent / "shared" / "data" / "layer_profiles.json")
+    parser.add_argument("--profiles", type=Path, default=DATA / "layer_profiles.json")
     options = parser.parse_args()
     results = Results("planner_golden")
     golden: dict[str, float] = json.loads(GOLDEN.read_text(encoding="utf-8")) if GOLDEN.exists() else {}

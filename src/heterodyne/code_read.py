@@ -44,6 +44,7 @@ _OF_LIFE: Final = frozenset(
     }
 )
 _ENVIRONMENT: Final = frozenset({"environ", "getenv"})
+_OF_MODULES: Final = frozenset({"modules", "import_module"})
 _BASES = (nn.Module, object)
 _MANY = 256  # longer lists are data
 _MOST = 10_000  # objects whose attributes are looked through
@@ -84,13 +85,17 @@ class CodeRead:
             reader.thing(part)
         reader.follow()
         kinds = {type(part) for part in module.modules()}
+        methods = {id(function) for kind in kinds for function in _methods_of(kind)}
+        asked = any(
+            "training" in function.__code__.co_names for key, function in reader.functions.items() if key not in methods
+        )
         return cls(
             names=frozenset(reader.names),
             own=frozenset(reader.own),
             assigned=frozenset(reader.assigned),
             computed=bool(_COMPUTED_NAMES & reader.own),
             functions=tuple(function for function in reader.functions.values() if is_users(function)),
-            with_modes=frozenset(kind for kind in kinds if _has_modes(kind)),
+            with_modes=frozenset(kind for kind in kinds if asked or _has_modes(kind)),
         )
 
 
@@ -208,7 +213,17 @@ def around_of(function: FunctionType) -> list[Around]:
         held.append(Around(name, defaults, place, defaults[place]))
     for name, value in (function.__kwdefaults__ or {}).items():
         held.append(Around(name, function.__kwdefaults__, name, value))
+    held += [Around(name, sys.modules, name, sys.modules[name]) for name in _modules_of(function.__code__)]
     return held
+
+
+def _modules_of(code: CodeType) -> list[str]:
+    """Return the modules of the user that code loads or looks up where it runs."""
+    codes = list(_with_inner(code))
+    named = {name for each in codes for name in _named(each, "IMPORT_NAME")}
+    if any(_OF_MODULES.intersection(each.co_names) for each in codes):
+        named |= {constant for each in codes for constant in each.co_consts if isinstance(constant, str)}
+    return sorted(name for name in named & sys.modules.keys() if is_users(sys.modules[name]))
 
 
 def environment_of(function: FunctionType) -> list[str]:
@@ -268,8 +283,16 @@ def _has_attributes(value: object) -> bool:
 
 
 def _has_modes(kind: type[nn.Module]) -> bool:
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    return code is not None and "training" in code.co_names
+    return any("training" in function.__code__.co_names for function in _methods_of(kind))
+
+
+def _methods_of(kind: type[nn.Module]) -> Iterator[FunctionType]:
+    """The methods and properties that a class of modules and its bases have, but for those of every module."""
+    for base in (base for base in kind.__mro__ if base not in _BASES):
+        for made in vars(base).values():
+            function = inspect.unwrap(made.fget if isinstance(made, property) and made.fget else made)
+            if isinstance(function := getattr(function, "__func__", function), FunctionType):
+                yield function
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:

@@ -52,10 +52,11 @@ class State:
         if modes:
             before |= self.modes
             after |= later.modes
-        return [
-            Change(name=name, before=_words(before, name), after=_words(after, name))
-            for name in dict.fromkeys([*before, *after])
-            if name not in before or name not in after or not are_equal(before[name], after[name])
+        both = before.keys() & after.keys()
+        others = [name for name in before if name in both and not are_equal(before[name], after[name])]
+        new, gone = ([name for name in of if name not in both] for of in (after, before))
+        return [  # what is gone comes last: with a function that is replaced, all that it has read
+            Change(name=name, before=_words(before, name), after=_words(after, name)) for name in (*others, *new, *gone)
         ]
 
     def numbers_changed(self, later: State) -> list[str]:

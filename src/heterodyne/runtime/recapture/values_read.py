@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass
+from numbers import Number
 from types import MethodType
 from typing import Any, Protocol
 
@@ -35,12 +36,15 @@ class SameTensor:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.version = tensor, tensor._version
+        self._place = _place_of(tensor)
         on_host = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized
         few = on_host and tensor.numel() <= SMALL
         self.values = tensor.detach().clone() if few else None
         self._some = SameArray(_as_array(tensor)) if on_host and not few and tensor.dtype in _WITH_NUMPY else None
 
     def is_still(self) -> bool:
+        if _place_of(self.tensor) != self._place:  # another storage was put in by ``tensor.data = ...``
+            return False
         if self.values is not None:
             return _have_equal_values(self.values, self.tensor.detach())
         return self._some is None or self._some.is_still()
@@ -137,8 +141,15 @@ class SameVariable:
 
 
 def are_equal(before: object, after: object) -> bool:
-    # True is 1, and NaN is no number but itself.
-    return type(before) is type(after) and (before is after or before == after)
+    if type(before) is not type(after):  # True is 1
+        return False
+    if isinstance(before, Number | range | slice | tuple):  # NaN is no number but itself, and 0.0 is -0.0
+        return before is after or repr(before) == repr(after)
+    return before is after or before == after
+
+
+def _place_of(tensor: Tensor) -> int:
+    return tensor.data_ptr() if tensor.layout is torch.strided and not tensor.is_meta else 0
 
 
 def _have_equal_values(a: Tensor, b: Tensor) -> bool:

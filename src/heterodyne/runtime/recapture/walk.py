@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.nn import functional
 from torch.nn.modules import module as module_hooks
 
 from heterodyne.code_read import CodeRead, around_of, environment_of, is_users
@@ -37,6 +38,7 @@ __all__ = ["CALLED", "HOOKS", "Walk", "quoted"]
 
 CALLED = (FunctionType, BuiltinFunctionType, MethodType)
 _PLAIN = (bool, int, float, complex, Number, str, bytes, type(None), Enum, range, slice, torch.Size)
+_WITHOUT_PARTS: Final = frozenset({bool, int, float, complex, str, bytes, type(None), range, slice, torch.Size})
 _MANY = 256  # longer lists are data
 _DEEP = 12  # of objects and containers in each other
 _OF_TORCH: Final = frozenset(vars(nn.Module()))
@@ -55,6 +57,8 @@ class Walk:
         self._slots: list[tuple[Any, Any]] = []
         self._held: list[object] = []
         self._sized: list[Any] = []
+        self._orders: list[tuple[Mapping[Any, Any], tuple[Any, ...]]] = []
+        self._of_model: set[int] = set()
         self._tensors: list[Tensor] = []
         self._stored: list[Tensor] = []
         self._compared: list[Compared] = []
@@ -70,28 +74,41 @@ class Walk:
             all(map(is_, now, self._held))
             and list(map(type, self._parts)) == self._kinds
             and list(map(len, self._sized)) == self._sizes
+            and all(tuple(mapping) == keys for mapping, keys in self._orders)
             and [tensor._version for tensor in self._tensors] == self._versions
             and [(tensor.requires_grad, tensor.dtype) for tensor in self._stored] == self._trained
             and all(same.is_still() for same in self._compared)
         )
 
     def all_of(self, module: nn.Module) -> None:
+        self._of_model = set(map(id, module.modules()))
         for path, part in module.named_modules():
             self._module(path, part)
         for function in self._code.functions:
             self._around(function)
-            for key in ("__code__", "__defaults__"):
+            for key in ("__code__", "__defaults__", "__kwdefaults__"):
                 self._slot(_Attributes(function), key, getattr(function, key))
+            self._object(function.__qualname__, function, _DEEP)
             number = len(self._readers[function.__qualname__])
             self.values[f"the code of {quoted(function.__qualname__)}, {number}"] = SameFunction(function.__code__)
         self._parts = list(module.modules())
         self._kinds = list(map(type, self._parts))
+        for place, called in ((functional, "torch.nn.functional"), (torch, "torch"), (Tensor, "torch.Tensor")):
+            self._replaceable(vars(place), called)
         for key, table in vars(module_hooks).items():
             if key.startswith("_global_") and isinstance(table, dict):
                 self._hooks(f"torch.nn.modules.module.{key}", table)
         self._sizes = list(map(len, self._sized))
         self._versions = [tensor._version for tensor in self._tensors]
         self._trained = [(tensor.requires_grad, tensor.dtype) for tensor in self._stored]
+
+    def _replaceable(self, place: Mapping[str, Any], called: str) -> None:
+        """Note what code calls of torch, its own modules too, so that what a script puts in the place of it is seen."""
+        self._sized.append(place)
+        for key in sorted(self._code.names & place.keys()):
+            if callable(place[key]):
+                self._slot(place, key, place[key])
+                self.values[quoted(f"{called}.{key}")] = SameFunction(place[key])
 
     def _slot(self, holder: Any, key: Any, value: object) -> None:
         self._slots.append((holder, key))
@@ -112,8 +129,8 @@ class Walk:
             elif key not in _OF_TORCH and self._is_read(key, users=users):
                 self._attribute(_joined(path, key), own, key, value)
         for table in (module._parameters, module._buffers):
-            self._tables(path, table)
-        self._sized.append(module._modules)
+            self._tables(path, table, outside=id(module) not in self._of_model)
+        self._ordered(_joined(path, "_modules"), module._modules)
         for key, part in module._modules.items():
             self._slot(module._modules, key, part)
             self.values[quoted(_joined(path, key))] = None if part is None else ClassOf(type(part))
@@ -133,6 +150,8 @@ class Walk:
             return
         self._seen.add(id(base))
         users = is_users(base)
+        if users:
+            self._sized.append(vars(base))
         for key, value in vars(base).items():
             if isinstance(value, FunctionType | property) and (users or key == "forward"):
                 self._slot(vars(base), key, value)
@@ -143,11 +162,14 @@ class Walk:
             self._slot(own, "training", own["training"])
             (self.values if is_users(kind) or _asks_more(kind) else self.modes)[quoted(name)] = own["training"]
 
-    def _tables(self, path: str, table: Mapping[str, Tensor | None]) -> None:
+    def _tables(self, path: str, table: Mapping[str, Tensor | None], *, outside: bool) -> None:
+        """Note weights and buffers. Those of a module ``outside`` of the model, such as a teacher, are constants of its graph."""
         self._sized.append(table)
         for key, tensor in table.items():
             self._slot(table, key, tensor)
-            if tensor is not None:
+            if tensor is not None and outside:
+                self._tensor(_joined(path, key), tensor)
+            elif tensor is not None:
                 self._stored.append(tensor)
                 self.values[f"requires_grad of {_joined(path, key)!r}"] = tensor.requires_grad
                 if isinstance(tensor, nn.Parameter):
@@ -178,6 +200,15 @@ class Walk:
         """Note a value, and what is in it."""
         if isinstance(value, _PLAIN):
             self.values[quoted(name)] = value
+            if (
+                deep
+                and type(value) not in _WITHOUT_PARTS
+                and not isinstance(value, Enum)
+                and hasattr(value, "__dict__")
+            ):
+                self._object(name, value, deep - 1)
+        elif isinstance(value, nn.Parameter):
+            pass  # it is read as it is, in the module that has it
         elif isinstance(value, Tensor):
             self._tensor(name, value)
         elif isinstance(value, np.ndarray | np.generic):
@@ -186,6 +217,8 @@ class Walk:
             self.values[quoted(name)] = SameFunction(value)
             if isinstance(value, MethodType) and deep:
                 self._value(f"{name}.__self__", value.__self__, deep - 1)
+            elif isinstance(value, FunctionType) and deep:
+                self._object(name, value, deep - 1)
         elif deep and id(value) not in self._seen:
             self._inside(name, value, deep - 1)
 
@@ -197,6 +230,7 @@ class Walk:
         self._seen.add(id(value))
         if type(value).__module__.partition(".")[0] == "heterodyne":
             return  # what an adapter passes to a step beside the batch is no change of the script's
+        self.values[f"the class of {quoted(name)}"] = ClassOf(type(value))
         if isinstance(value, partial):
             self._value(name, value.func, deep)
             for place, part in enumerate(value.args):
@@ -205,6 +239,7 @@ class Walk:
                 self._slot(value.keywords, key, part)
                 self._value(f"{name}({key})", part, deep)
         elif isinstance(value, Mapping):
+            self._ordered(name, value)
             self._entries(name, value, list(value), deep)
         elif isinstance(value, list | tuple | deque):
             self._entries(name, value, range(len(value)), deep)
@@ -244,10 +279,18 @@ class Walk:
             self._slot(container, key, container[key])
             self._value(f"{name}[{key!r}]", container[key], deep)
 
+    def _ordered(self, name: str, mapping: Mapping[Any, Any]) -> None:
+        """Note in which order a mapping has its entries: code may go through them."""
+        self._sized.append(mapping)
+        if 1 < len(mapping) <= _MANY:
+            self._orders.append((mapping, tuple(mapping)))
+            self.values[f"the order of {quoted(name)}"] = tuple(map(repr, mapping))
+
     def _object(self, name: str, value: object, deep: int) -> None:
         """Attributes whose names are read. Those of an object of a library change in its own use (``config.dtype`` of Transformers on
         saving): of these the numbers, tensors and objects count."""
         own, users = vars(value), is_users(type(value))
+        self._sized.append(own)
         for key, part in list(own.items()):
             if self._is_read(key, users=users) and (users or not isinstance(part, str | type(None))):
                 self._attribute(f"{name}.{key}", own, key, part, deep)
@@ -255,14 +298,20 @@ class Walk:
             self._of_classes(name, type(value), own, deep)
 
     def _names_of(self, name: str, place: type | ModuleType, deep: int) -> None:
-        """Numbers and functions of a class or a module that code reads by name, and of modules in it."""
-        for key in sorted(self._code.own & vars(place).keys()):
-            value = vars(place)[key]
-            if isinstance(value, (int, float, *CALLED)):
-                self._slot(vars(place), key, value)
-                self.values[quoted(f"{name}.{key}")] = SameFunction(value) if isinstance(value, CALLED) else value
-            elif _is_of_torch(value) or (isinstance(value, ModuleType) and is_users(value)):
-                self._value(f"{name}.{key}", value, deep)
+        """What a class or a module has that code reads by name; of a library's, numbers and functions, and of modules in it."""
+        users = is_users(place)
+        for base in place.__mro__[:-1] if isinstance(place, type) else (place,):
+            if users and isinstance(base, type):
+                self._sized.append(vars(base))
+            for key in sorted(self._code.own & vars(base).keys()):
+                value = vars(base)[key]
+                if isinstance(value, (int, float, *CALLED)):
+                    self._slot(vars(base), key, value)
+                    self.values[quoted(f"{name}.{key}")] = SameFunction(value) if isinstance(value, CALLED) else value
+                elif _is_of_torch(value) or (isinstance(value, ModuleType) and is_users(value)):
+                    self._value(f"{name}.{key}", value, deep)
+                elif users and _is_value(value):
+                    self._attribute(f"{name}.{key}", vars(base), key, value, deep)
 
     def _around(self, function: FunctionType) -> None:
         same = self._readers.setdefault(function.__qualname__, [])
@@ -278,7 +327,7 @@ class Walk:
             self.values[f"the variable {variable.name!r} of the environment"] = variable.value
 
     def _tensor(self, name: str, tensor: Tensor) -> None:
-        if tensor.grad_fn is not None or isinstance(tensor, FakeTensor | nn.Parameter) or tensor.is_meta:
+        if tensor.grad_fn is not None or isinstance(tensor, FakeTensor) or tensor.is_meta:
             return
         same = SameTensor(tensor)
         self._tensors.append(tensor)
