@@ -181,7 +181,7 @@ class _Reader:
 
     def _read(self, code: CodeType, *, users: bool) -> None:
         named = set(code.co_names)
-        for name in named - self.names:
+        for name in sorted(named - self.names):  # in one order in every process
             self._coming += self._methods.get(name, {}).values()
         self.names |= named
         self.own |= named if users else set()
@@ -190,7 +190,7 @@ class _Reader:
     def _around(self, value: object, function: FunctionType) -> None:
         if isinstance(value, ModuleType):
             named = {name for code in _with_inner(function.__code__) for name in code.co_names}
-            for name in named & vars(value).keys():
+            for name in sorted(named & vars(value).keys()):
                 if isinstance(found := vars(value)[name], FunctionType | type) and is_users(found):
                     self._around(found, function)
         elif isinstance(value, type):
@@ -206,7 +206,9 @@ def around_of(function: FunctionType) -> list[Around]:
         if is_filled(cell):
             held.append(Around(name, _Cell(cell), 0, cell.cell_contents))
     known = function.__globals__
-    held += [Around(name, known, name, known[name]) for name in _globals_read(function.__code__) if name in known]
+    held += [
+        Around(name, known, name, known[name]) for name in sorted(_globals_read(function.__code__)) if name in known
+    ]
     defaults = function.__defaults__ or ()
     arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
     for place, name in enumerate(arguments[len(arguments) - len(defaults) :]):

@@ -33,6 +33,7 @@ def again_of(captured: CapturedModel, model: nn.Module) -> Again:
             found = captured.again(twin)
             return Capture(graph=found.graph, loss_count=found.loss_count, programs=None)
         traced = captured.again(twin, numbers=_of_modules(twin, numbers))
+        traced.refuse_reads_around(now)
         return Capture(
             graph=traced.graph, loss_count=traced.loss_count, programs=StageCutter(traced, twin), numbers=traced.numbers
         )

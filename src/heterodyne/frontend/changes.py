@@ -83,7 +83,7 @@ def changed_numbers(
     before: Mapping[tuple[str, str], object], after: Mapping[tuple[str, str], object]
 ) -> list[tuple[str, str]]:
     """Those that are new or others (`numbers_of`)."""
-    return [key for key, value in after.items() if key not in before or before[key] != value]
+    return [key for key, value in after.items() if key not in before or _are_others(before[key], value)]
 
 
 def refuse_counters(model: nn.Module, changed: Collection[tuple[str, str]], run: Callable[[], object]) -> None:
@@ -100,9 +100,14 @@ def refuse_counters(model: nn.Module, changed: Collection[tuple[str, str]], run:
     run()
     second = numbers_of(model)
     for path, name in changed:
-        if second.get((path, name)) != first.get((path, name)):
+        if _are_others(first.get((path, name)), second.get((path, name))):
             place = f"{line}\n" if (line := _line_that_sets(type(model.get_submodule(path)), name)) else ""
             raise CaptureError(f"{place}forward changes {f'{path}.{name}' if path else name!r}, {_WHY}")
+
+
+def _are_others(before: object, after: object) -> bool:
+    """NaN is none but itself."""
+    return bool(before != after) and not (before != before and after != after)
 
 
 def _line_that_sets(made: type, name: str) -> str:

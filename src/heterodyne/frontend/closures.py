@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, fx, nn
 
 from heterodyne.errors import CaptureError
@@ -20,7 +21,11 @@ def refuse_closures(traced: Traced, model: nn.Module) -> None:
     for node, role in traced.roles.items():
         constant = traced.constants.get(role.name) if role.kind == "constant" else None
         # A stand-in has no memory to be known by.
-        name = names.get(constant.data_ptr()) if type(constant) is Tensor and not constant.is_meta else None
+        name = (
+            names.get(constant.data_ptr())
+            if type(constant) is Tensor and constant.layout is torch.strided and not constant.is_meta
+            else None
+        )
         if name is None:
             continue
         replaced = next(

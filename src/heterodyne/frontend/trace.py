@@ -88,6 +88,10 @@ class Captured:
         assert self._coupled is not None
         return self._coupled.bind(self._pieces, module, device, exchange)
 
+    def refuse_reads_around(self, model: nn.Module) -> None:
+        """Raise CaptureError if the graph has parameters of ``model`` as constants, of which this was captured from a copy."""
+        refuse_closures(self._traced, model)
+
     @property
     def numbers(self) -> Numbers:
         """Attributes of the model that are inputs of the graph."""

@@ -7,12 +7,17 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from heterodyne.errors import PlanError
 from heterodyne.runtime.recapture.read_state import Change
 from heterodyne.runtime.same_batch import is_looked_at
 from heterodyne.runtime.weights.left import Left
 
 __all__ = ["ScriptWrites"]
+
+_RATES = frozenset({"lr", "initial_lr", "weight_decay"})
+"""Options that schedules lead to 0 and back."""
 
 
 class ScriptWrites:
@@ -21,6 +26,7 @@ class ScriptWrites:
     Args:
         whole: returns the parameters and buffers that every rank holds whole, by name.
         moved: those that one rank's optimizer may write to outside of its step, and another's not.
+        in_parts: no rank's optimizer has all weights whole, so that it must stay what was tried when the model was distributed.
     """
 
     def __init__(
@@ -28,12 +34,15 @@ class ScriptWrites:
         whole: Callable[[], Mapping[str, Tensor]],
         moved: Collection[str],
         optimizer: torch.optim.Optimizer,
+        *,
+        in_parts: bool,
     ) -> None:
         self._find_whole = whole
         self._written: list[str] = []  # before the latest step
         self._pending: dict[str, None] = {}  # weights that the script had written to when the runtime did
         self._moved = moved
         self._optimizer = optimizer
+        self._tried = _tried(optimizer) if in_parts else None
         self.found: list[Change] = []
         """Of weights and options, before the latest step."""
         self.state: list[Change] | None = None
@@ -66,7 +75,8 @@ class ScriptWrites:
 
     def find(self, step: int) -> bool:
         """Find what was written before this step. Return whether values are to be compared with other ranks: as soon as other weights are
-        written to than before, then now and then."""
+        written to than before, then now and then. Raises PlanError where the optimizer may need whole weights from now on."""
+        self._require_as_tried()
         written = self._names()
         look = bool(written) and (written != self._written or is_looked_at(step))
         self.found = [*self._options_changed(), *(_written(name) for name in written if name not in self._moved)]
@@ -79,6 +89,31 @@ class ScriptWrites:
                 else [Change(name="the optimizer's state", before="as the last step left it", after="another")]
             )
         return look
+
+    def _require_as_tried(self) -> None:
+        if self._tried is None:
+            return
+        now = _tried(self._optimizer)
+        for name in (*self._tried, *now) if now != self._tried else ():
+            if now.get(name) != self._tried.get(name):
+                raise PlanError(
+                    f"{name} of the optimizer is another than when the model was distributed. An update may now depend on whole weights or "
+                    "on all of them, and under this plan a rank's optimizer has a part. Make it so in the function that is passed as "
+                    "optimizer=, which is tried before the first step, or train by data parallelism (plan='data', without zero)"
+                )
+        if self._versions == _versions(self._optimizer) or not _is_torchs(self._optimizer):
+            return
+        if any(int(tensor.count_nonzero()) for tensor in self._written_state() if tensor.numel() > 1):
+            raise PlanError(
+                "the state of the optimizer was written to between two steps. Under this plan a rank has a part of it, and what was "
+                "computed from that may not be what one device computes. Change it whole: state = trainer.state_dict(), then "
+                "trainer.load_state_dict(state)"
+            )
+
+    def _written_state(self) -> list[Tensor]:
+        """Return the tensors of the state that are others, or were written to, since the last step."""
+        left = dict(self._versions)
+        return [tensor for tensor in _state_of(self._optimizer) if left.get(id(tensor)) != _version_of(tensor)]
 
     def _names(self) -> list[str]:
         return sorted({*self._pending, *self._left.changed()})
@@ -104,8 +139,41 @@ def _options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 
 def _versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
     """Return which tensors are its state, and how often each was written to; on a device the latest step may still be writing."""
-    found = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return [(id(tensor), tensor._version if tensor.device.type == "cpu" else 0) for tensor in found]
+    return [(id(tensor), _version_of(tensor)) for tensor in _state_of(optimizer)]
+
+
+def _version_of(tensor: Tensor) -> int:
+    return tensor._version if tensor.device.type == "cpu" else 0
+
+
+def _state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _tried(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """Return what decides how an optimizer updates, beside rates: its class, hooks and options that switch something."""
+    found: dict[str, object] = {"the class": type(optimizer)}
+    for name, table in (
+        ("a hook before the step", optimizer._optimizer_step_pre_hooks),
+        ("a hook after the step", optimizer._optimizer_step_post_hooks),
+        ("a hook of all optimizers before the step", _global_optimizer_pre_hooks),
+        ("a hook of all optimizers after the step", _global_optimizer_post_hooks),
+    ):
+        found[name] = list(table.values())
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        found["the method step()"] = step
+    for group in () if _is_torchs(optimizer) else optimizer.param_groups:
+        for key, value in group.items():
+            if isinstance(value, bool | str | type(None)):
+                found.setdefault(f"the option {key!r}", set()).add(value)  # type: ignore[attr-defined]
+            elif isinstance(value, int | float) and key not in _RATES:
+                found.setdefault(f"the option {key!r}", set()).add(value != 0)  # type: ignore[attr-defined]
+    return found
 
 
 def _written(name: str) -> Change:

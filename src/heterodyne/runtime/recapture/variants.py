@@ -42,6 +42,7 @@ MOST = 8
 """Of so many states of the model what runs is kept."""
 MOST_IN_A_ROW = 4
 """The model is captured for so many steps in a row, if something is another before each."""
+_OF_ALL_MODULES = "torch.nn.modules.module._global"
 _MOST_NAMES = 3
 
 
@@ -304,6 +305,11 @@ class Variants:
 
     def _captured(self, state: State, changes: Sequence[Change]) -> Variant:
         words = "; ".join(map(str, changes[:_MOST_NAMES])) + (" ..." if len(changes) > _MOST_NAMES else "")
+        if any(_OF_ALL_MODULES in change.name for change in changes):
+            raise PlanError(
+                f"{words}: a hook of all modules is called with copies where a graph is captured. Register it on the modules that it is "
+                "for (module.register_forward_hook), or before the model is distributed"
+            )
         if self._in_a_row > MOST_IN_A_ROW:
             raise PlanError(
                 f"{words}: it is another before each of {MOST_IN_A_ROW + 1} steps in a row, and for each value the model is captured anew, "

@@ -1,0 +1,237 @@
+"""What forward reads beside its own module is seen when it is another: objects, classes, registries, teachers, orders."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from heterodyne.errors import PlanError
+from heterodyne.frontend import trace
+from heterodyne.runtime.recapture.read_state import ReadState
+from heterodyne.runtime.recapture.script_writes import ScriptWrites
+
+KNOBS = ModuleType("knobs_of_a_test")
+KNOBS.__file__ = "knobs_of_a_test.py"
+
+
+class Config:
+    temperature = 1.0
+
+
+class Registry:
+    values: dict[str, float] = {"w": 1.0}
+
+    @classmethod
+    def get(cls) -> float:
+        return cls.values["w"]
+
+
+class Scaled(float):
+    unit = 1.0
+
+
+class Helper:
+    def bend(self, x: Tensor) -> Tensor:
+        return x
+
+
+def scale(x: Tensor, *, by: float = 1.0) -> Tensor:
+    return x * by * scale.gain  # type: ignore[attr-defined]
+
+
+class Base(nn.Module):
+    def out(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Model(Base):
+    def __init__(self, around: Any) -> None:
+        super().__init__()
+        self.linear, self.sign, self.k = nn.Linear(4, 4), 0.0, Scaled(1.0)
+        self.ops = {"a": torch.tanh, "b": torch.exp}
+        self.acts = nn.ModuleDict({"t": nn.Tanh(), "s": nn.Softplus()})
+        self.context: Any = contextlib.nullcontext()
+        self.pair: Any = (1, 2)
+        self.forward = lambda x: self.whole(x, around)  # type: ignore[method-assign]
+
+    def whole(self, x: Tensor, around: Any) -> Tensor:
+        import knobs_of_a_test
+
+        with self.context:
+            x = self.linear(x)
+        for act in (*self.ops.values(), *self.acts.values()):
+            x = act(x)
+        x = around.helper.bend(scale(self.out(x))) * around.config.temperature * Registry.get()
+        x = x * math.copysign(1.0, self.sign) * self.k.unit * self.pair[0] * knobs_of_a_test.gain
+        return (x - around.teacher(x.detach())).square().sum() * (2.0 if self.trains() else 1.0)
+
+    def trains(self) -> bool:
+        return self.training
+
+
+class Around:
+    def __init__(self) -> None:
+        self.config, self.helper = Config(), Helper()
+        self.teacher = nn.BatchNorm1d(4).eval().requires_grad_(False)
+
+
+Change = Callable[[Model, Around], object]
+
+
+def _method_of_subclass(_: Model, __: Around) -> None:
+    Model.out = lambda self, x: x * 2  # type: ignore[method-assign]
+
+
+def _again(entries: Any, key: str) -> None:
+    entries[key] = entries.pop(key)
+
+
+CHANGES: dict[str, Change] = {
+    "an attribute of an object hides that of its class": lambda _, a: setattr(a.config, "temperature", 2.0),
+    "an attribute of an object hides a method": lambda _, a: setattr(a.helper, "bend", torch.relu),
+    "a subclass hides a method": _method_of_subclass,
+    "what a classmethod reads": lambda *_: Registry.values.update(w=2.0),
+    "another order of a dict": lambda m, _: _again(m.ops, "a"),
+    "another order of modules": lambda m, _: _again(m.acts, "t"),
+    "another teacher": lambda _, a: setattr(a, "teacher", nn.LayerNorm(4).requires_grad_(False)),
+    "a teacher of the same class": lambda _, a: setattr(a, "teacher", _filled(nn.BatchNorm1d(4).eval())),
+    "a weight of a teacher by .data": lambda _, a: setattr(a.teacher.weight, "data", torch.full((4,), 3.0)),
+    "a buffer of a teacher": lambda _, a: setattr(a.teacher, "running_mean", torch.ones(4)),
+    "an attribute of a function": lambda *_: setattr(scale, "gain", 2.0),
+    "keyword defaults": lambda *_: setattr(scale, "__kwdefaults__", {"by": 2.0}),
+    "what forward imports": lambda *_: setattr(KNOBS, "gain", 2.0),
+    "a mode that a method asks for": lambda m, _: setattr(m, "training", False),
+    "negative zero": lambda m, _: setattr(m, "sign", -0.0),
+    "an attribute of a number": lambda m, _: setattr(m.k, "unit", 2.0),
+    "another context": lambda m, _: setattr(m, "context", torch.no_grad()),
+    "a list for a tuple": lambda m, _: setattr(m, "pair", [1, 2]),
+    "a function of torch": lambda *_: setattr(F, "linear", lambda x, w, b=None: x @ w),
+}
+
+
+def _filled(module: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for tensor in module.parameters():
+            tensor.fill_(0.5)
+    return module.requires_grad_(False)
+
+
+@pytest.fixture
+def around(monkeypatch: pytest.MonkeyPatch) -> Iterator[Around]:
+    monkeypatch.setitem(sys.modules, "knobs_of_a_test", KNOBS)
+    monkeypatch.setattr(KNOBS, "gain", 1.0, raising=False)
+    monkeypatch.setattr(Registry, "values", {"w": 1.0})
+    monkeypatch.setattr(scale, "gain", 1.0, raising=False)
+    monkeypatch.setattr(scale, "__kwdefaults__", {"by": 1.0})
+    monkeypatch.setattr(F, "linear", F.linear)
+    yield Around()
+    if "out" in vars(Model):
+        del Model.out
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_it_is_seen_when_it_is_another(around: Around, name: str) -> None:
+    model = Model(around)
+    model(torch.ones(2, 4))
+    read = ReadState(model)
+    read.leave()
+    assert read.is_same()
+    before = read.state
+    CHANGES[name](model, around)
+    assert not read.is_same()
+    assert before.changes(read.take()), name
+    assert read.is_same(), "seen once, it is as it is"
+
+
+def test_names_are_those_of_every_process(around: Around) -> None:
+    """Ranks compare changes by name, and Python orders words in another way in each process."""
+    first, second = (ReadState(Model(around)).state.values for _ in range(2))
+    assert list(first) == list(second)
+
+
+# Constants that no graph may refuse for what they are
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.limit, self.table = nn.Linear(4, 4), float("nan"), torch.eye(4).to_sparse()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x) @ self.table.to_dense()
+        return (x if math.isnan(self.limit) else x * self.limit).square().mean()
+
+
+def test_a_number_that_is_none_and_a_sparse_table_are_captured() -> None:
+    assert trace(Odd(), {"x": torch.randn(4, 4)}).graph.ops
+
+
+# Optimizers that have parts of the weights
+
+
+class Switched(torch.optim.SGD):
+    """One of the user's, with options that switch something."""
+
+
+def writes_of(optimizer: torch.optim.Optimizer, *, in_parts: bool = True) -> ScriptWrites:
+    return ScriptWrites(dict, (), optimizer, in_parts=in_parts)
+
+
+def stepped(kind: type[torch.optim.Optimizer] = torch.optim.SGD) -> torch.optim.Optimizer:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = kind([weight], lr=0.1, momentum=0.9)  # type: ignore[call-arg]
+    weight.sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def _options(optimizer: torch.optim.Optimizer, **options: object) -> None:
+    optimizer.param_groups[0].update(options)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda o: o.register_step_pre_hook(lambda *_: None), "a hook before the step"),
+        (lambda o: o.register_step_post_hook(lambda *_: None), "a hook after the step"),
+        (lambda o: setattr(o, "step", lambda closure=None: None), r"the method step\(\)"),
+        (lambda o: setattr(o, "__class__", torch.optim.SGD), "the class"),
+        (lambda o: _options(o, nesterov=True), "the option 'nesterov'"),
+        (lambda o: o.state[o.param_groups[0]["params"][0]]["momentum_buffer"].mul_(2), None),
+    ],
+)
+def test_an_optimizer_of_parts_stays_what_was_tried(
+    change: Callable[[torch.optim.Optimizer], object], told: str | None
+) -> None:
+    for in_parts in (True, False):
+        optimizer = stepped(Switched)
+        writes = writes_of(optimizer, in_parts=in_parts)
+        change(optimizer)
+        if in_parts and told:
+            with pytest.raises(PlanError, match=rf"{told} of the optimizer is another .*optimizer="):
+                writes.find(1)
+        else:
+            writes.find(1)
+
+
+def test_rates_schedules_and_cleared_state_are_no_change_of_an_optimizer() -> None:
+    optimizer = stepped()
+    writes = writes_of(optimizer)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.0 * step)
+    _options(optimizer, weight_decay=0.5)
+    writes.find(1)
+    (state,) = optimizer.state.values()
+    state["momentum_buffer"].zero_()
+    writes.find(2)
+    state["momentum_buffer"].add_(1.0)
+    with pytest.raises(PlanError, match=r"state of the optimizer was written to .*trainer\.load_state_dict"):
+        writes.find(3)
