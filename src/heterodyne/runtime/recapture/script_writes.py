@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
+from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -42,7 +44,7 @@ class ScriptWrites:
         self._pending: dict[str, None] = {}  # weights that the script had written to when the runtime did
         self._moved = moved
         self._optimizer = optimizer
-        self._tried = _tried(optimizer) if in_parts else None
+        self._in_parts = in_parts
         self.found: list[Change] = []
         """Of weights and options, before the latest step."""
         self.state: list[Change] | None = None
@@ -54,6 +56,7 @@ class ScriptWrites:
         """From here on whatever writes to weights and options is the script."""
         self._pending.clear()
         self._options = _options(self._optimizer)
+        self._tried = _tried(self._optimizer)
         self._versions = _versions(self._optimizer)
         self._left.leave()
 
@@ -91,7 +94,7 @@ class ScriptWrites:
         return look
 
     def _require_as_tried(self) -> None:
-        if self._tried is None:
+        if not self._in_parts:
             return
         now = _tried(self._optimizer)
         for name in (*self._tried, *now) if now != self._tried else ():
@@ -167,14 +170,31 @@ def _tried(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         found["the method step()"] = step
+    own = _named_by_methods(type(optimizer))  # type: ignore[arg-type]  # mypy takes a class for unhashable
+    switches: dict[str, set[object]] = {}
     for group in () if _is_torchs(optimizer) else optimizer.param_groups:
         for key, value in group.items():
+            if key in own:
+                continue
             if isinstance(value, bool | str | type(None)):
-                found.setdefault(f"the option {key!r}", set()).add(value)  # type: ignore[attr-defined]
+                switches.setdefault(f"the option {key!r}", set()).add(value)
             elif isinstance(value, int | float) and key not in _RATES:
-                found.setdefault(f"the option {key!r}", set()).add(value != 0)  # type: ignore[attr-defined]
-    return found
+                switches.setdefault(f"the option {key!r}", set()).add(value != 0)
+    return found | switches
 
 
 def _written(name: str) -> Change:
     return Change(name=repr(name), before="as the last step left it", after="written to")
+
+
+@cache
+def _named_by_methods(kind: type) -> frozenset[str]:
+    """Return the words in an optimizer's own methods beside `step`: what these switch, as ``train()`` and ``eval()`` do, is its affair."""
+    methods = (
+        made
+        for base in kind.__mro__
+        if not base.__module__.startswith("torch.optim")
+        for name, made in vars(base).items()
+        if isinstance(made, FunctionType) and name not in ("__init__", "step")
+    )
+    return frozenset(word for method in methods for word in method.__code__.co_consts if isinstance(word, str))
