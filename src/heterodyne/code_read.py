@@ -43,6 +43,8 @@ _OF_LIFE: Final = frozenset(
         "__eq__",
     }
 )
+_OF_COMPILER: Final = "_compile_kwargs"
+"""Lightning keeps the arguments of torch.compile there, a backend among them, which no forward calls."""
 _ENVIRONMENT: Final = frozenset({"environ", "getenv"})
 _OF_MODULES: Final = frozenset({"modules", "import_module"})
 _BASES = (nn.Module, object)
@@ -131,8 +133,9 @@ class _Reader:
             return
         self._seen.add(id(value))
         self._class(type(value))
-        for attribute in list(getattr(value, "__dict__", {}).values()):
-            self._attribute(attribute)
+        for name, attribute in list(getattr(value, "__dict__", {}).items()):
+            if name != _OF_COMPILER:
+                self._attribute(attribute)
 
     def _attribute(self, value: object) -> None:
         while isinstance(value, partial):
