@@ -161,9 +161,8 @@ class _Reader:
             for name, made in vars(base).items():
                 if _has_attributes(made) and is_users(type(made)):
                     self.thing(made)  # a descriptor, or what all objects of the class share
-                function = inspect.unwrap(made.fget if isinstance(made, property) and made.fget else made)
-                function = getattr(function, "__func__", function)
-                if isinstance(function, FunctionType):
+                function = _function_of(made)
+                if function is not None:
                     self._methods.setdefault(name, {})[id(function)] = function
                     if name in self.names or name in _ENTRIES or (_is_implicit(name) and is_users(function)):
                         self._coming.append(function)
@@ -295,9 +294,15 @@ def _methods_of(kind: type[nn.Module]) -> Iterator[FunctionType]:
     """The methods and properties that a class of modules and its bases have, but for those of every module."""
     for base in (base for base in kind.__mro__ if base not in _BASES):
         for made in vars(base).values():
-            function = inspect.unwrap(made.fget if isinstance(made, property) and made.fget else made)
-            if isinstance(function := getattr(function, "__func__", function), FunctionType):
+            if (function := _function_of(made)) is not None:
                 yield function
+
+
+def _function_of(made: Any) -> FunctionType | None:
+    """Return the function of a method, a property, or what a decorator has made of one; None of anything else."""
+    function = inspect.unwrap(made.fget if isinstance(made, property) and made.fget else made)
+    function = getattr(function, "__func__", function)
+    return function if isinstance(function, FunctionType) else None
 
 
 def _with_inner(code: CodeType) -> Iterator[CodeType]:

@@ -5,7 +5,7 @@ Pydantic says *which field* is wrong, PyYAML knows *on which line* each field st
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar, get_args
@@ -86,7 +86,7 @@ def validate(
     except ValidationError as failure:
         faults: list[tuple[int | None, str]] = []
         elsewhere: list[str] = []
-        for fault in failure.errors():
+        for fault in _by_place(failure.errors(), content):
             text, by = _say(fault, document), _override(fault["loc"], overrides or {}, lines or {})
             if by is None:
                 faults.append((_line(fault["loc"], lines or {}), text))
@@ -115,6 +115,37 @@ def _override(at: Location, overrides: Mapping[Location, str], lines: Mapping[Lo
     around = (place for place in overrides if at[: len(place)] == place)
     inside = (place for place in overrides if place[: len(at)] == at and at not in lines)
     return next((overrides[place] for place in (*around, *inside)), None)
+
+
+def _by_place(faults: Iterable[Any], content: object) -> list[Any]:
+    """Return one fault for each value that fits no branch of a union, with the words that it may be instead, and all others."""
+    found: dict[Location, list[Any]] = {}
+    for fault in faults:
+        place = _without_branches(fault, content)
+        found.setdefault(place, []).append({**fault, "loc": place})
+    merged = []
+    for of_value in found.values():
+        words = [fault["ctx"]["expected"] for fault in of_value if fault["type"] == "literal_error"]
+        others = [fault for fault in of_value if fault["type"] != "literal_error"]
+        if words and others:
+            merged.append({**others[0], "msg": f"{others[0]['msg']}, or {' or '.join(words)}"})
+        else:
+            merged += of_value
+    return merged
+
+
+def _without_branches(fault: Any, content: object) -> Location:
+    """Return where a fault is, without the names that pydantic gives to the branches of unions: no keys of the document."""
+    place: list[str | int] = []
+    for number, part in enumerate(fault["loc"]):
+        inside = isinstance(content, Mapping) and part in content
+        listed = isinstance(content, list | tuple) and isinstance(part, int) and part < len(content)
+        if inside or listed:
+            content = content[part]  # type: ignore[index]
+        elif not (fault["type"] == "missing" and number == len(fault["loc"]) - 1):
+            continue
+        place.append(part)
+    return tuple(place)
 
 
 def _say(fault: Any, document: type[BaseModel]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -71,7 +73,7 @@ class Model(Base):
         for act in (*self.ops.values(), *self.acts.values()):
             x = act(x)
         x = around.helper.bend(scale(self.out(x))) * around.config.temperature * Registry.get()
-        x = x * math.copysign(1.0, self.sign) * self.k.unit * self.pair[0] * knobs_of_a_test.gain
+        x = (x + around.offset) * math.copysign(1.0, self.sign) * self.k.unit * self.pair[0] * knobs_of_a_test.gain
         return (x - around.teacher(x.detach())).square().sum() * (2.0 if self.trains() else 1.0)
 
     def trains(self) -> bool:
@@ -82,6 +84,7 @@ class Around:
     def __init__(self) -> None:
         self.config, self.helper = Config(), Helper()
         self.teacher = nn.BatchNorm1d(4).eval().requires_grad_(False)
+        self.offset = nn.Parameter(torch.zeros(4), requires_grad=False)
 
 
 Change = Callable[[Model, Around], object]
@@ -106,6 +109,7 @@ CHANGES: dict[str, Change] = {
     "a teacher of the same class": lambda _, a: setattr(a, "teacher", _filled(nn.BatchNorm1d(4).eval())),
     "a weight of a teacher by .data": lambda _, a: setattr(a.teacher.weight, "data", torch.full((4,), 3.0)),
     "a buffer of a teacher": lambda _, a: setattr(a.teacher, "running_mean", torch.ones(4)),
+    "a parameter of an object": lambda _, a: setattr(a, "offset", nn.Parameter(torch.ones(4), requires_grad=False)),
     "an attribute of a function": lambda *_: setattr(scale, "gain", 2.0),
     "keyword defaults": lambda *_: setattr(scale, "__kwdefaults__", {"by": 2.0}),
     "what forward imports": lambda *_: setattr(KNOBS, "gain", 2.0),
@@ -152,10 +156,26 @@ def test_it_is_seen_when_it_is_another(around: Around, name: str) -> None:
     assert read.is_same(), "seen once, it is as it is"
 
 
-def test_names_are_those_of_every_process(around: Around) -> None:
+def test_names_are_those_of_every_process() -> None:
     """Ranks compare changes by name, and Python orders words in another way in each process."""
-    first, second = (ReadState(Model(around)).state.values for _ in range(2))
-    assert list(first) == list(second)
+    script = """if True:
+        import sys
+        from runtime.test_read_elsewhere import KNOBS, Around, Model, ReadState, scale
+        sys.modules["knobs_of_a_test"], KNOBS.gain, scale.gain = KNOBS, 1.0, 1.0
+        print(*ReadState(Model(Around())).state.values, sep=chr(10))
+    """
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": str(seed)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in (1, 2, 3)
+    ]
+    first, *others = [process.communicate()[0].splitlines() for process in processes]
+    assert len(first) > 20
+    assert all(other == first for other in others)
 
 
 # Constants that no graph may refuse for what they are

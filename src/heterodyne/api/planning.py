@@ -71,7 +71,7 @@ def plan_and_try(
         profile = _calibrated(profile, found)
         tried = _parts(session, plan)
         plan, planned = plan_once(session, search, profile, look)
-        # To try nearly the same shares again would tell how busy the machine is, and little more.
+        # A second trial of nearly the same shares would measure the noise of the machine.
         slowest_s = session.communicator.broadcast_object(
             max(planned.compute_s.values(), default=0.0) if planned else 0.0, 0
         )

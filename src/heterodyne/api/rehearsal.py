@@ -3,8 +3,8 @@
 A prediction is right to a few percent, and the best plans of a search are often closer together than that. What is rehearsed works on
 copies of the model; weights, optimizer and data of the run are not touched.
 
-It takes no longer than it can win: what prediction cannot tell apart is a few percent of a step, so of a training whose length is known it
-takes as many percent, unless seconds were asked for.
+Plans that a prediction cannot tell apart differ by a few percent of a step. A rehearsal takes no larger part of a training whose length is
+known, unless seconds were asked for.
 
 Plans take turns of several steps. The first step of a turn does not count: it finds the caches full of what another plan has left, and
 in training each step follows another one.

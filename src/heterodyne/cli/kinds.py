@@ -30,7 +30,7 @@ def command(
     if not found:
         raise ClusterError(
             f"the catalog has no kind with {' and '.join(map(repr, words or ()))} in its name; heterodyne kinds lists all. A kind "
-            "that is missing can be told in the cluster file, see docs/fleet.md"
+            "that is missing can be described in the cluster file, see docs/fleet.md"
         )
     show(kind_rows(found))
     return 0

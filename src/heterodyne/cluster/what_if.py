@@ -170,7 +170,7 @@ def _kind(fleet: Fleet, text: str) -> Accelerator:
     if close:
         raise ClusterError(f"{text!r} can be {listed(here or close)}; say which")
     raise ClusterError(
-        f"there is no accelerator {text!r}; there are {listed(dict.fromkeys((*fleet.kinds, *known)), 60)}"
+        f"there is no accelerator {text!r}; the fleet has {listed(fleet.kinds)}, and heterodyne kinds lists what the catalog knows"
     )
 
 

@@ -209,6 +209,12 @@ class RankModel:
         stored = {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
         return {n: t for n, t in stored.items() if n not in cut and all(of.holds(rank, n) for rank in everyone)}
 
+    @property
+    def updates_parts(self) -> bool:
+        """Whether no rank's optimizer has all trained weights, whole."""
+        trained = {name for name, parameter in self._module.named_parameters() if parameter.requires_grad}
+        return bool(self.ownership.shards) or not trained <= self.whole_everywhere().keys()
+
     def require_as_left(self) -> None:
         """Raises PlanError where a parameter is trained now that was not when the model was captured, or has values that no step reads."""
         require_none_unfrozen(self._module, self._trained)

@@ -205,7 +205,7 @@ class Worker:
                 held.whole_everywhere,
                 held.ownership.shards.keys() if moves_by_itself(held.optimizer) else (),
                 held.optimizer,
-                in_parts=not self._updates_all(held),
+                in_parts=held.updates_parts,
             ),
             sample=held.sample,
             replaced=held.replaced,
@@ -308,11 +308,6 @@ class Worker:
             fault=fault,
             slower=slower,
         )
-
-    def _updates_all(self, held: RankModel) -> bool:
-        """Whether an optimizer has all weights whole, on every rank that trains."""
-        trained = {parameter.name for parameter in self.graph.parameters if parameter.trainable}
-        return not held.ownership.shards and trained <= held.whole_everywhere().keys()
 
     def _look_at_parts(self, work: Step, now: StepOfVariant) -> None:
         """Compare parts of this rank's samples with the whole, now and then, and where the model has changed. Raises CaptureError."""

@@ -171,20 +171,15 @@ class Slowdowns:
             return ranks
         longer = [after / first for after, first in zip(now.link_s, self._links_s, strict=True)]
         typical = max(1.0, median_low(longer))
-        links = {
-            -1
-            - rank: f"messages from {self._named(rank)} to {self._named((rank + 1) % len(longer))} take {factor:.1f} times longer than in "
-            f"the first steps ({format_seconds(now.link_s[rank])} for 512 KiB)"
-            for rank, factor in enumerate(longer)
-            if factor > _LINK_FAULT * typical and now.link_s[rank] - self._links_s[rank] > _LEAST_S
-        }
+        links = {}
+        for rank, factor in enumerate(longer):
+            if factor > _LINK_FAULT * typical and now.link_s[rank] - self._links_s[rank] > _LEAST_S:
+                ends = f"from {self._named(rank)} to {self._named((rank + 1) % len(longer))}"
+                taken = f"{factor:.1f} times longer than in the first steps ({format_seconds(now.link_s[rank])} for 512 KiB)"
+                links[-1 - rank] = f"messages {ends} take {taken}"
         if not links and all(now.known) and min(now.least) > AT_FAULT and min(now.longer_s) > _LEAST_PASSES_S:
-            factor = median(now.slower)
-            return {
-                len(
-                    now.least
-                ): f"all ranks compute {factor:.1f} times slower than in the first steps: are the machines busy?"
-            }
+            words = f"all ranks compute {median(now.slower):.1f} times slower than in the first steps: are the machines busy?"
+            return {len(now.least): words}
         return links
 
     def _named(self, rank: int) -> str:

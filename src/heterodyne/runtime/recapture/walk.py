@@ -38,7 +38,6 @@ __all__ = ["CALLED", "HOOKS", "Walk", "quoted"]
 
 CALLED = (FunctionType, BuiltinFunctionType, MethodType)
 _PLAIN = (bool, int, float, complex, Number, str, bytes, type(None), Enum, range, slice, torch.Size)
-_WITHOUT_PARTS: Final = frozenset({bool, int, float, complex, str, bytes, type(None), range, slice, torch.Size})
 _MANY = 256  # longer lists are data
 _DEEP = 12  # of objects and containers in each other
 _OF_TORCH: Final = frozenset(vars(nn.Module()))
@@ -81,7 +80,7 @@ class Walk:
         )
 
     def all_of(self, module: nn.Module) -> None:
-        self._of_model = set(map(id, module.modules()))
+        self._of_model = {id(of) for of in (*module.modules(), *module.parameters())}
         for path, part in module.named_modules():
             self._module(path, part)
         for function in self._code.functions:
@@ -200,17 +199,11 @@ class Walk:
         """Note a value, and what is in it."""
         if isinstance(value, _PLAIN):
             self.values[quoted(name)] = value
-            if (
-                deep
-                and type(value) not in _WITHOUT_PARTS
-                and not isinstance(value, Enum)
-                and hasattr(value, "__dict__")
-            ):
+            if deep and hasattr(value, "__dict__") and not isinstance(value, Enum):
                 self._object(name, value, deep - 1)
-        elif isinstance(value, nn.Parameter):
-            pass  # it is read as it is, in the module that has it
         elif isinstance(value, Tensor):
-            self._tensor(name, value)
+            if id(value) not in self._of_model:  # whose weights are read as they are
+                self._tensor(name, value)
         elif isinstance(value, np.ndarray | np.generic):
             self._array(name, value)
         elif isinstance(value, CALLED):

@@ -24,7 +24,7 @@ class PipelineTime:
     """Times of templates over one fleet, cached.
 
     Args:
-        overlap_sends: whether a device computes while it sends; else it waits until the next stage has received ; ``duplex``: whether two
+        overlap_sends: whether a device computes while it sends; else it waits until the next stage has received; ``duplex``: whether two
             messages between neighbours go both ways at once (see `Software`).
         played: one counter, the actions played so far under schedules that have to be played action by action.
     """

@@ -48,7 +48,7 @@ __all__ = ["Search"]
 _ENOUGH = 1.01  # times what no plan can beat, at which a search ends
 _CLEARLY = 0.9
 _ALIKE = 80  # pipelines that are cut exactly as alike ones: those that are estimated to be the fastest
-_ANYWAY = 8  # cuts of these that are played whatever work that is
+_ALWAYS_PLAYED = 8  # cuts of these that are played, however much work that is
 _ESTIMATED = 4096  # devices, up to which alike pipelines were in better plans than unlike ones over a pool each
 _EACH = 2  # over each set of pools
 _WAYS = ((1.0, 1.0), (1.0, 1.1))  # to compare shapes (see `Columns`)
@@ -257,8 +257,8 @@ class Search:
             columns.update((template, None) for mix in cut for template, _ in mix)
             mixes = list(cut)
             # A bound says little of what is exchanged, and to play long pipelines is much work.
-            best = self._played(mixes[:_ANYWAY], best, aim, self.space.plain_schedules, anyway=_ANYWAY)
-            best = self._played(mixes[_ANYWAY:], best, aim, self.space.plain_schedules)
+            best = self._played(mixes[:_ALWAYS_PLAYED], best, aim, self.space.plain_schedules, anyway=_ALWAYS_PLAYED)
+            best = self._played(mixes[_ALWAYS_PLAYED:], best, aim, self.space.plain_schedules)
             if best is not None:
                 break
         return best
