@@ -165,7 +165,7 @@ def test_the_example_of_the_page_is_a_fleet(write: Write) -> None:
     ("old", "new", "line", "told"),
     [
         ("kind: H100-SXM-80GB, count: 16", "kind: H100-XXL, count: 16", 17, "no accelerator 'H100-XXL'.*peak_tflops.*memory_bandwidth"),
-        ("kind: H100-SXM-80GB, count: 16", "kind: H100-NVL-94GB, count: 16", 17, "peak_tflops, memory, memory_bandwidth of H100-NVL"),
+        ("kind: H100-SXM-80GB, count: 16", "kind: Ascend-910B, count: 16", 17, "peak_tflops, memory, memory_bandwidth of Ascend-910B"),
         ("kind: H100-SXM-80GB, count: 16", "kind: T4, count: 16", 17, "link between the T4.*link: null"),
         ("kind: H100-SXM-80GB, count: 16", "count: 16", 17, "has no devices; give 'kind'"),
         (", link_bandwidth: 200 GB/s", "", 3, "needs link_bandwidth too"),
