@@ -142,8 +142,8 @@ def _without_branches(fault: Any, content: object) -> Location:
         listed = isinstance(content, list | tuple) and isinstance(part, int) and part < len(content)
         if inside or listed:
             content = content[part]  # type: ignore[index]
-        elif not (fault["type"] == "missing" and number == len(fault["loc"]) - 1):
-            continue
+        elif fault["type"] not in ("missing", "extra_forbidden") or number < len(fault["loc"]) - 1:
+            continue  # of those two, the last part is the key that is missing or too many
         place.append(part)
     return tuple(place)
 

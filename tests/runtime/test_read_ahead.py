@@ -149,7 +149,11 @@ def test_a_sample_that_raises_is_named_with_its_line_when_its_step_comes() -> No
     source.close()
 
 
-def test_a_process_that_dies_is_told_of_with_the_sample_that_it_was_reading() -> None:
+@pytest.mark.parametrize("theirs", [False, True], ids=["alone", "beside a loader of the script"])
+def test_a_process_that_dies_is_told_of_with_the_sample_that_it_was_reading(theirs: bool) -> None:
+    handler = signal.getsignal(signal.SIGCHLD)
+    if theirs:  # a DataLoader of the script leaves such a handler behind
+        signal.signal(signal.SIGCHLD, lambda *_: torch._C._error_if_any_worker_fails())
     source = DatasetSource(dataset=Broken(20, "dies"), batch_size=4, seed=0, shuffle=False, workers=1)
     for step in range(2):
         source.batch(step).samples(0, 4)
@@ -161,6 +165,7 @@ def test_a_process_that_dies_is_told_of_with_the_sample_that_it_was_reading() ->
     with pytest.raises(DataError, match="was killed by SIGKILL while it read sample 17 of the dataset"):
         go_on()
     source.close()
+    signal.signal(signal.SIGCHLD, handler)
 
 
 def test_faults_of_a_stream_come_in_words_after_what_was_read_before() -> None:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -118,8 +119,10 @@ class Pool:
         until = time.monotonic() + _SETTLE_S
         while not any(child.exitcode for child in self._processes):
             alive = [child.sentinel for child in self._processes if child.exitcode is None]
-            if not wait(alive, timeout=max(0.0, until - time.monotonic())):
-                break
+            # Where the script has a DataLoader of its own, torch's handler of SIGCHLD raises RuntimeError here.
+            with suppress(RuntimeError):
+                if not wait(alive, timeout=max(0.0, until - time.monotonic())):
+                    break
         samples = dict(self._notes.tolist())
         found = [
             f"a process that reads ahead (workers) {describe_exit(child.exitcode)}{_at(samples.get(child.pid, -1))}"
