@@ -1,20 +1,26 @@
-"""Candidates: pipelines that the template search has found for each micro-batch size, with their estimates, in one table."""
+"""Candidates: pipelines that were found for each micro-batch size, with their estimates, in one table.
+
+Over few devices, where whole numbers matter, they come from the exact search (`exact_search`), else from the template search.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from functools import cached_property, partial
+from itertools import groupby, permutations
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.counts import Limits
-from heterodyne.search.fleet.cutter import Places
+from heterodyne.search.fleet.cutter import Cutter, Places
+from heterodyne.search.fleet.exact_search import ExactSearch
 from heterodyne.search.fleet.kinds import Kind
 from heterodyne.search.fleet.pipeline_estimate import PipelineEstimate
-from heterodyne.search.fleet.plan import SPLIT
+from heterodyne.search.fleet.plan import SPLIT, Template
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.template_search import Runs, TemplateSearch
@@ -22,6 +28,7 @@ from heterodyne.search.fleet.template_search import Runs, TemplateSearch
 __all__ = ["Candidates"]
 
 _ALL_ORDERS = 3  # pools, up to which all orders are estimated: six of them
+_EXACT = 3  # pipelines over the same devices, of the exact search
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,41 +36,50 @@ class Candidates:
     """A table of pipelines. Arrays have one value per pipeline.
 
     Args:
-        places: the stages of each. ``sizes``: micro-batch sizes. ``pools``: as bit masks.
+        places: gives the stages of each. ``sizes``: micro-batch sizes.
         devices: Shape [pipelines, pools]. ``count``: replicas for which there are devices.
+        micro_batches: of a step, for which the pipeline was found; where all replicas share state, those of as many.
         bottleneck_s: seconds of a micro-batch on the bottleneck stage. ``filling_s``: that it waits in a step.
         sync_s: exposed seconds of gradient and parameter sync.
+        zero, shards: the ZeRO level and the pipelines that share state, for which memory is counted; None: all replicas of a pipeline do.
     """
 
     places: NDArray[np.object_]
     sizes: Ints
-    pools: Ints
     devices: Ints
     count: Ints
+    micro_batches: Ints
     bottleneck_s: Floats
     filling_s: Floats
     sync_s: Floats
+    zero: int
+    shards: int | None = None
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def select(self, which: NDArray[np.bool_] | Ints) -> Candidates:
         """Some of them."""
-        return replace(self, **{name: own[which] for name, own in vars(self).items()})
+        return replace(self, **{name: own[which] for name, own in vars(self).items() if isinstance(own, np.ndarray)})
 
     def within(self, limits: Limits) -> Candidates:
         """Those that the limits allow, with the numbers of replicas that they do."""
         own = replace(self, count=limits.most_of(self.devices))
-        return own.select(own.count >= max(1, limits.least))
+        return own.select(own.count >= 1)
 
-    def best_alike(self, samples: int, most: int, each: int = 0) -> Ints:
-        """Those with the least estimated steps as alike pipelines, fastest first: ``most``, and ``each`` over each set of pools."""
-        order = np.argsort(self.alike_s(samples), kind="stable")
-        pools = self.pools[order]
-        kept = np.arange(len(order)) < most
-        for own in np.unique(pools) if each else ():
-            kept[np.flatnonzero(pools == own)[:each]] = True
-        found: Ints = order[kept]
+    def cut(self, which: Iterable[int], cutter: Cutter, samples: int) -> list[tuple[Template, int]]:
+        """Some of them as templates, each with its number of replicas; equal ones once."""
+        found: dict[tuple[Template, int], None] = {}
+        for number in which:
+            size, count = int(self.sizes[number]), int(self.count[number])
+            rounds = int(self.micro_batches[number]) if self.shards else ceil(samples / (size * count))
+            cut = cutter.cut(self.places[number](), size, rounds, self.shards or count, self.zero)
+            found.update(((template, count), None) for template in cut)
+        return list(found)
+
+    def best_alike(self, samples: int, most: int) -> Ints:
+        """The ``most`` with the least estimated steps as alike pipelines, fastest first."""
+        found: Ints = np.argsort(self.alike_s(samples), kind="stable")[:most]
         return found
 
     def alike_s(self, samples: int) -> Floats:
@@ -71,78 +87,181 @@ class Candidates:
         found: Floats = np.ceil(samples / (self.sizes * self.count)) * self.bottleneck_s + self.filling_s + self.sync_s
         return found
 
+    def same(self, other: Candidates) -> bool:
+        """Whether the pipelines of both are as fast."""
+        return len(self) == len(other) and np.allclose(self.bottleneck_s, other.bottleneck_s, rtol=1e-9, atol=0)
+
     @classmethod
-    def found(cls, predictor: Predictor, space: Space, kinds: Mapping[int, Sequence[Kind]], zero: int) -> Candidates:
-        """All that is found for stage kinds by micro-batch size, over all pools and over each alone, with memory at a ZeRO level."""
-        parts = [part for size, own in kinds.items() if own for part in _of_size(predictor, space, own, size, zero)]
+    def found(
+        cls,
+        predictor: Predictor,
+        space: Space,
+        kinds: Mapping[int, Sequence[Kind]],
+        zero: int,
+        shards: int | None = None,
+    ) -> Candidates:
+        """All that is found for stage kinds by micro-batch size. ``shards``: over few devices, with the exact search."""
+        sizes = [
+            _OfSize(predictor=predictor, space=space, kinds=own, size=size, zero=zero)
+            for size, own in kinds.items()
+            if own
+        ]
+        every = (own.estimated() if shards is None else own.exact(shards) for own in sizes)
+        parts = [part for part in every if part is not None]
         if not parts:
             return cls._none(len(predictor.fleet.pools))
-        return cls(**{name: np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])})
+        arrays = [name for name, own in vars(parts[0]).items() if isinstance(own, np.ndarray)]
+        return replace(parts[0], **{name: np.concatenate([vars(part)[name] for part in parts]) for name in arrays})
 
     @classmethod
     def _none(cls, pools: int) -> Candidates:
         ints, floats = np.zeros(0, dtype=np.int64), np.zeros(0)
         return cls(
-            places=np.zeros(0, dtype=object), sizes=ints, pools=ints, devices=np.zeros((0, pools), dtype=np.int64),
-            count=ints, bottleneck_s=floats, filling_s=floats, sync_s=floats,
+            places=np.zeros(0, dtype=object), sizes=ints, devices=np.zeros((0, pools), dtype=np.int64), count=ints,
+            micro_batches=ints, bottleneck_s=floats, filling_s=floats, sync_s=floats, zero=0,
         )  # fmt: skip
 
 
-def _of_size(predictor: Predictor, space: Space, kinds: Sequence[Kind], size: int, zero: int) -> Iterator[Candidates]:
-    limits = Limits(room=np.array([pool.devices for pool in predictor.fleet.pools]), most=space.max_pipelines)
-    filling = _filling(kinds, space)
-    most = max(1, min(int(limits.room.sum()), predictor.global_batch // size, limits.most or predictor.global_batch))
-    estimates = PipelineEstimate(
-        predictor=predictor, kinds=kinds, micro_batch=size, zero=zero, recompute=space.recompute
-    )
-    waits_s = estimates.waits_s()
-    pools = sorted({kind.pool for kind in kinds})
-    rooms = [limits.room, *(np.where(np.arange(len(limits.room)) == pool, limits.room, 0) for pool in pools)]
-    found: dict[Runs, None] = {}
-    for room in rooms if len(pools) > 1 else rooms[:1]:
-        own = [number for number, kind in enumerate(kinds) if room[kind.pool] >= kind.devices]
-        if not own:
-            continue
-        search = TemplateSearch(
-            kinds=[kinds[number] for number in own],
-            room=room,
-            most=most,
-            samples=predictor.global_batch,
-            micro_batch=size,
-            max_stages=space.max_stages,
-            max_pools=space.max_pools,
-            zero=zero,
-            recompute=space.recompute,
-            filling=filling,
-            waits_s=[waits_s[number] for number in own],
+@dataclass(frozen=True, kw_only=True)
+class _OfSize:
+    """Candidates of one micro-batch size."""
+
+    predictor: Predictor
+    space: Space
+    kinds: Sequence[Kind]
+    size: int
+    zero: int
+
+    def exact(self, shards: int) -> Candidates:
+        """Those of the exact search, if so many pipelines share state."""
+        limits, estimates = self._limits, self._estimates
+        most = ceil(self.predictor.global_batch / self.size)
+        search = ExactSearch(
+            kinds=self.kinds,
+            room=limits.room,
+            micro_batches=sorted({*(4**n for n in range(most.bit_length() // 2 + 1) if 4**n < most), most}),
+            max_stages=self.space.max_stages,
+            max_pools=self.space.max_pools,
+            replicas=shards,
+            zero=self.zero,
+            recompute=self.space.recompute,
+            waits_s=estimates.waits_s(),
         )
-        found.update((tuple((own[kind], count) for kind, count in runs), None) for runs in search.found())
-    if not found:
-        return
-    chains, runs = _distinct(*_reordered(*_arrays(found)))
-    devices, _ = _devices(kinds, chains, runs, len(limits.room))
-    estimate = estimates.of(chains, runs, np.maximum(1, limits.most_of(devices)))
-    shorter = _without_surplus(runs, estimate.layers, len(kinds[0].table.costs))
-    chains, runs = _distinct(np.concatenate([chains, chains]), np.concatenate([runs, shorter]))
-    devices, bits = _devices(kinds, chains, runs, len(limits.room))
-    count = limits.most_of(devices)
-    estimate = estimates.of(chains, runs, np.maximum(1, count))
-    known = np.isfinite(estimate.bottleneck_s) & (count >= max(1, limits.least))
-    bottleneck_s, runs = estimate.bottleneck_s[known], runs[known]
-    rows = (zip(*row, strict=True) for row in zip(chains[known].tolist(), runs.tolist(), strict=True))
-    places: list[Places] = [tuple((kinds[k].name, kinds[k].widths, n) for k, n in row if n) for row in rows]
-    objects = np.empty(len(places), dtype=object)
-    objects[:] = places
-    yield Candidates(
-        places=objects,
-        sizes=np.full(len(places), size, dtype=np.int64),
-        pools=bits[known],
-        devices=devices[known],
-        count=count[known],
-        bottleneck_s=bottleneck_s,
-        filling_s=filling * (runs.sum(axis=1) - 1) * bottleneck_s + estimate.messages_s[known],
-        sync_s=estimate.sync_s[known],
-    )
+        found = search.found(_EXACT)
+        rows = zip(found.devices.tolist(), found.stages.tolist(), found.kind.tolist(), found.number.tolist(), strict=True)
+        chains = [partial(self._chain, search, tuple(devices), *own) for devices, *own in rows]
+        rounds = np.array(search.micro_batches)[found.number]
+        return Candidates(
+            places=_objects(chains),
+            sizes=np.full(len(chains), self.size, dtype=np.int64),
+            devices=found.devices,
+            count=limits.most_of(found.devices),
+            micro_batches=rounds,
+            bottleneck_s=found.bottleneck_s,
+            filling_s=found.seconds - rounds * found.bottleneck_s,
+            sync_s=estimates.sync_of_devices_s(found.devices, found.bottleneck_s),
+            zero=self.zero,
+            shards=shards,
+        )
+
+    def _chain(self, search: ExactSearch, devices: tuple[int, ...], stages: int, kind: int, number: int) -> Places:
+        chain = [self.kinds[own] for own in search.chain(devices, stages, kind, number)]
+        return tuple((kind.name, kind.widths, len(list(own))) for kind, own in groupby(chain))
+
+    def estimated(self) -> Candidates | None:
+        """Those of the template search, over all pools and over each alone; None if nothing fits."""
+        kinds, limits, estimates = self.kinds, self._limits, self._estimates
+        found = dict.fromkeys(self._runs())
+        if not found:
+            return None
+        chains, runs = _distinct(*_reordered(*_arrays(found)))
+        estimate = estimates.of(chains, runs, np.maximum(1, limits.most_of(self._devices(chains, runs))))
+        shorter = _without_surplus(runs, estimate.layers, len(kinds[0].table.costs))
+        chains, runs = _distinct(np.concatenate([chains, chains]), np.concatenate([runs, shorter]))
+        devices = self._devices(chains, runs)
+        count = limits.most_of(devices)
+        estimate = estimates.of(chains, runs, np.maximum(1, count))
+        known = np.isfinite(estimate.bottleneck_s) & (count >= 1)
+        chains, runs, count, bottleneck_s = chains[known], runs[known], count[known], estimate.bottleneck_s[known]
+        return Candidates(
+            places=_objects([partial(self._places, *row) for row in zip(chains.tolist(), runs.tolist(), strict=True)]),
+            sizes=np.full(len(count), self.size, dtype=np.int64),
+            devices=devices[known],
+            count=count,
+            micro_batches=-(-self.predictor.global_batch // (self.size * count)),
+            bottleneck_s=bottleneck_s,
+            filling_s=self._filling * (runs.sum(axis=1) - 1) * bottleneck_s + estimate.messages_s[known],
+            sync_s=estimate.sync_s[known],
+            zero=self.zero,
+        )
+
+    def _runs(self) -> Iterator[Runs]:
+        room, samples = self._limits.room, self.predictor.global_batch
+        most = max(1, min(int(room.sum()), samples // self.size, self._limits.most or samples))
+        waits_s = self._estimates.waits_s()
+        pools = sorted({kind.pool for kind in self.kinds})
+        rooms = [room, *(np.where(np.arange(len(room)) == pool, room, 0) for pool in pools)]
+        for part in rooms if len(pools) > 1 else rooms[:1]:
+            own = [number for number, kind in enumerate(self.kinds) if part[kind.pool] >= kind.devices]
+            if not own:
+                continue
+            search = TemplateSearch(
+                kinds=[self.kinds[number] for number in own],
+                room=part,
+                most=most,
+                samples=samples,
+                micro_batch=self.size,
+                max_stages=self.space.max_stages,
+                max_pools=self.space.max_pools,
+                zero=self.zero,
+                recompute=self.space.recompute,
+                filling=self._filling,
+                waits_s=[waits_s[number] for number in own],
+            )
+            yield from (tuple((own[kind], count) for kind, count in runs) for runs in search.found())
+
+    @cached_property
+    def _limits(self) -> Limits:
+        room = np.array([pool.devices for pool in self.predictor.fleet.pools], dtype=np.int64)
+        return Limits(room=room, most=self.space.max_pipelines)
+
+    @cached_property
+    def _estimates(self) -> PipelineEstimate:
+        return PipelineEstimate(
+            predictor=self.predictor,
+            kinds=self.kinds,
+            micro_batch=self.size,
+            zero=self.zero,
+            recompute=self.space.recompute,
+        )
+
+    @cached_property
+    def _filling(self) -> float:
+        """The part of a micro-batch for which each stage but one makes the others wait. Where backwards are halved, one that waits for its
+        first forward does what others have left over at the end.
+        """
+        if SPLIT.isdisjoint(self.space.schedules):
+            return 1.0
+        passes = [[own[-1] for own in kind.table.passes] for kind in self.kinds]
+        return float(np.mean([forward / max(1e-12, forward + backward) for forward, backward, _ in passes]))
+
+    def _places(self, chain: Sequence[int], runs: Sequence[int]) -> Places:
+        kinds = (self.kinds[number] for number in chain)
+        return tuple((kind.name, kind.widths, count) for kind, count in zip(kinds, runs, strict=True) if count)
+
+    def _devices(self, chains: Ints, runs: Ints) -> Ints:
+        """Devices of each pool. Shape [pipelines, pools]."""
+        devices, pool = (np.array([getattr(kind, name) for kind in self.kinds]) for name in ("devices", "pool"))
+        need = np.zeros((len(chains), len(self._limits.room)), dtype=np.int64)
+        for own, run in zip(chains.T, runs.T, strict=True):
+            need[np.arange(len(chains)), pool[own]] += run * devices[own]
+        return need
+
+
+def _objects(every: Sequence[Callable[[], Places]]) -> NDArray[np.object_]:
+    found = np.empty(len(every), dtype=object)
+    found[:] = every
+    return found
 
 
 def _reordered(chains: Ints, runs: Ints) -> tuple[Ints, Ints]:
@@ -177,28 +296,9 @@ def _distinct(chains: Ints, runs: Ints) -> tuple[Ints, Ints]:
     return both[:, : chains.shape[1]], both[:, chains.shape[1] :]
 
 
-def _filling(kinds: Sequence[Kind], space: Space) -> float:
-    """The part of a micro-batch for which each stage but one makes the others wait. Where backwards are halved, one that waits for its
-    first forward does what others have left over at the end.
-    """
-    if SPLIT.isdisjoint(space.schedules):
-        return 1.0
-    passes = [[own[-1] for own in kind.table.passes] for kind in kinds]
-    return float(np.mean([forward / max(1e-12, forward + backward) for forward, backward, _ in passes]))
-
-
 def _arrays(found: Iterable[Runs]) -> tuple[Ints, Ints]:
     """Kinds and numbers of stages; zeros behind them. Shape [pipelines, places]."""
     every = list(found)
     wide = max(map(len, every))
     chains, runs = (np.array([[own[at] for own in of] + [0] * (wide - len(of)) for of in every]) for at in (0, 1))
     return chains, runs
-
-
-def _devices(kinds: Sequence[Kind], chains: Ints, runs: Ints, pools: int) -> tuple[Ints, Ints]:
-    """Devices of each pool, and the pools as bit masks."""
-    devices, pool = (np.array([getattr(kind, name) for kind in kinds]) for name in ("devices", "pool"))
-    need = np.zeros((len(chains), pools), dtype=np.int64)
-    for own, run in zip(chains.T, runs.T, strict=True):
-        need[np.arange(len(chains)), pool[own]] += run * devices[own]
-    return need, ((need > 0) << np.arange(pools)).sum(axis=1)

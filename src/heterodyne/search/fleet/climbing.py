@@ -12,11 +12,11 @@ from heterodyne.search.fleet.criterion import Criterion
 from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, Mix
 from heterodyne.search.fleet.ledger import ACTIONS, Ledger
 from heterodyne.search.fleet.neighbourhood import Neighbourhood, climb
-from heterodyne.search.fleet.pipeline_table import MANY_DEVICES, PipelineTable
 from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, ScheduleName, Template
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.shares import time_until
 from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.stage_kinds import StageKinds
 
 __all__ = ["Climbing"]
 
@@ -37,14 +37,14 @@ class Climbing:
 
     predictor: Predictor
     space: Space
-    rows: PipelineTable
+    kinds: StageKinds
     ledger: Ledger
     columns: Sequence[Template]
     aim: Criterion
 
     @property
     def _starts(self) -> int:
-        return _STARTS_OF_FEW if self.rows.few else _STARTS
+        return _STARTS_OF_FEW if self.kinds.few else _STARTS
 
     def improved(self, best: EvaluatedPlan) -> EvaluatedPlan:
         """The best plan reached by climbing from the best mixes and from the best alike pipelines: the better start may lead to the worse
@@ -54,10 +54,8 @@ class Climbing:
         ranked = sorted(within, key=lambda entry: self.aim.score(entry[1]))
         starts = dict(ranked[: self._starts])
         starts.update([entry for entry in ranked if len(entry[0]) == 1][:1])
-        # Over many devices whole numbers hardly matter, and long pipelines take long to play.
-        part = _PART_OF_MANY if self.predictor.fleet.devices > MANY_DEVICES else 1
         climbs = [(mix, start, start.plan.schedule, self.space.plain_schedules) for mix, start in starts.items()]
-        return self._climbed(best, climbs, self.space.work // part)
+        return self._climbed(best, climbs, self.space.work)
 
     def rescheduled(self, best: EvaluatedPlan, schedules: tuple[ScheduleName, ...]) -> EvaluatedPlan:
         """The best plan under schedules that are not tried first; interleaved ones with every number of virtual stages, and on few devices
@@ -70,7 +68,7 @@ class Climbing:
             for mix in dict.fromkeys((*self.ledger.evaluated, *self.ledger.proposed))
             if any(len(t.stages) > 1 for t, _ in mix) and self.aim.within(mix)
         ]
-        small = self.rows.few
+        small = self.kinds.few
         known = sorted(
             (m for m in within if m in self.ledger.evaluated),
             key=lambda mix: self.aim.score(self.ledger.evaluated[mix]),
@@ -135,7 +133,7 @@ class Climbing:
 
     def _zero_of(self, mix: Mix) -> int:
         """The ZeRO level at which the mix is known to be best, or else may be."""
-        return self.ledger.evaluated[mix].plan.zero if mix in self.ledger.evaluated else self.rows.low
+        return self.ledger.evaluated[mix].plan.zero if mix in self.ledger.evaluated else self.space.low_zero
 
     def _climbed(
         self,
@@ -158,9 +156,7 @@ class Climbing:
                 could = self.predictor.bound_at_most
                 if not could(tried, least, split=split):
                     return False
-                # Over many devices to work out what is exchanged takes longer than to play pipelines.
-                many = self.predictor.fleet.devices > MANY_DEVICES
-                return many or could(tried, least - self._least_sync_and_update_s(tried), split=split)
+                return could(tried, least - self._least_sync_and_update_s(tried), split=split)
 
             def proceed(limit: int = limit) -> bool:
                 return self.ledger.spent < limit and not self.ledger.late()
@@ -179,9 +175,9 @@ class Climbing:
         return Neighbourhood(
             predictor=self.predictor,
             columns=self.columns,
-            sizes=self.rows.sizes,
+            sizes=self.kinds.sizes,
             recompute=self.space.recompute,
-            widths=self.rows.widths,
+            widths=self.kinds.widths,
             schedule=schedule,
             max_chunks=1 if INTERLEAVED.isdisjoint(schedules) else self.space.max_chunks,
             max_stages=self.space.max_stages,

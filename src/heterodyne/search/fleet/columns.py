@@ -1,109 +1,116 @@
-"""Selection of the templates that matter: those of the highest reduced value at some step times, and the best as alike pipelines.
+"""Selection of the columns of the restricted master: pipelines of the highest reduced value at some step times.
 
-The reduced value of a template is the samples that it does in a given time, less what its devices are worth elsewhere: the dual prices
-of the relaxed knapsack (`counts`).
+The reduced value of a pipeline is the samples that it does in a given time, less what its devices are worth elsewhere: the dual prices of
+the relaxed knapsack over all candidates (`counts`). The time is the one in which fractions of pipelines just do the batch. A step ends with
+the longest exchange of gradients, and a ring runs at the pace of its slowest link; so there is one relaxation for each set of pools
+without the slowest links, and for each bound on what a pipeline may expose of the exchange.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from heterodyne.cluster.fleet import Fleet
 from heterodyne.search.fleet.arrays import Floats, Ints
-from heterodyne.search.fleet.counts import Limits, best_per_devices, capacities, relaxed
-from heterodyne.search.fleet.options import Options
-from heterodyne.search.fleet.plan import Template
-from heterodyne.search.fleet.predict import Predictor
+from heterodyne.search.fleet.candidates import Candidates
+from heterodyne.search.fleet.counts import Limits, best_per_devices, capacities, relaxed, shortest_s
 
-__all__ = ["Columns"]
+__all__ = ["Relaxation", "columns_of", "relaxations"]
 
-_ALONE = 3  # shapes for each number of pipelines that are all alike; twice as many where there are few devices
-_ONE_BY_ONE = 8  # numbers of pipelines up to which every number is tried
+_QUANTILES = (1.0, 0.7, 0.5, 0.35, 0.2, 0.1, 0.05)  # of exposed sync, up to which candidates are looked at
+_LATER = (1.0, 1.1, 1.25)  # whole numbers of pipelines take longer than fractions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
-    """Selects templates.
+class Relaxation:
+    """Fractions of pipelines that just do the batch.
 
     Args:
-        sizes: micro-batch sizes.
-        most: about how many templates each criterion selects.
-        few: whole numbers of devices matter, so more templates are selected.
-        ways: pairs of the fraction of the gradient sync that is counted and the factor on the step time at which templates are compared.
+        bound_s: lower bound on the seconds of whole pipelines. ``pipelines_s``: of these.
+        sync_s: the most that any of the candidates exposes of the exchange after them.
+        limits: without the pools that have slower links. ``candidates``: over the other pools.
     """
 
-    predictor: Predictor
-    sizes: tuple[int, ...]
-    most: int
-    few: bool
-    ways: tuple[tuple[float, float], ...]
+    bound_s: float
+    pipelines_s: float
+    sync_s: float
+    limits: Limits
+    candidates: Candidates
 
-    def of(self, options: Options, limits: Limits, seconds: float, *, filled: bool = True) -> list[Template]:
-        """The templates of the highest reduced value if pipelines have ``seconds``, or a little more.
+    @property
+    def step_s(self) -> float:
+        return self.pipelines_s + self.sync_s
 
-        ``filled``: pipeline fill and drain count once; otherwise pipelines are taken as never idle.
-        """
-        longest, sizes, devices = options.longest_s, options.sizes, options.devices
-        exchange_s = options.exchange_s(limits)
-        chosen: dict[int, None] = {}
-        several = self.most // 4
-        each = max(1, several // len(options.rows))
-        for extra, later in self.ways:
-            at_s = later * (seconds + extra * float(exchange_s.min()))
-            once_s = (options.total_s if filled else longest) + extra * exchange_s
-            capacity = capacities(longest, once_s, sizes, at_s)
-            if later > 1:
-                capacity = np.floor(capacity / sizes) * sizes
-            keep: Ints = best_per_devices(capacity, devices, most=2)
-            known = relaxed(capacity[keep], devices[keep], limits)
-            if known is None:
+
+def relaxations(candidates: Candidates, fleet: Fleet, limits: Limits, samples: int) -> list[Relaxation]:
+    """The one over all candidates, and each that is faster than those before it with slower links or more to exchange."""
+    found: list[Relaxation] = []
+    links = _links_s(fleet)
+    own_links = np.where(candidates.devices > 0, links, 0.0).max(axis=1)
+    for slowest in sorted(set(links[limits.room > 0].tolist()), reverse=True):
+        room: Ints = np.where(links <= slowest, limits.room, 0)
+        inside = np.flatnonzero(np.all(candidates.devices <= room, axis=1))
+        if not len(inside):
+            break
+        # In a ring with others each goes at the pace of the slowest link.
+        paced = np.where(own_links[inside] > 0, slowest / np.maximum(own_links[inside], 1e-30), 1.0)
+        sync_s = candidates.sync_s[inside] * paced
+        own = replace(limits, room=room)
+        for most_s in sorted({float(np.quantile(sync_s, q, method="higher")) for q in _QUANTILES}, reverse=True):
+            part = candidates.select(inside[sync_s <= most_s])
+            if found and not _does(part, own, samples, found[-1].step_s - most_s):
                 continue
-            worth = capacity - devices @ known.prices
-            per_device = worth / np.maximum(1, devices.sum(axis=1))
-            for value in (worth, per_device):
-                chosen.update(dict.fromkeys(_first(keep, value, several)))
-                for size in self.sizes if self.few else ():
-                    own = np.flatnonzero(sizes == size)
-                    best = own[best_per_devices(capacity[own], devices[own])]
-                    chosen.update(dict.fromkeys(_first(best, value, each)))
-            if not self.few:
-                chosen.update(dict.fromkeys(_filling(keep, capacity, devices, limits)))
-        chosen.update(dict.fromkeys(self._alone(options, limits)))
-        return options.templates(chosen)
-
-    def _alone(self, options: Options, limits: Limits) -> list[int]:
-        """The templates with the fastest step as alike pipelines."""
-        most = limits.most_of(options.devices)
-        exchange_s = options.exchange_s(limits)
-        found: dict[int, None] = {}
-        count = limits.least
-        shapes = 2 * _ALONE if self.few else _ALONE
-        while count <= int(most.max()):
-            fits = np.flatnonzero(most >= count)
-            rounds: Floats = np.ceil(self.predictor.global_batch / (options.sizes[fits] * count))
-            once_s = options.total_s[fits] + (exchange_s[fits] if count > 1 else 0.0)
-            step_s = once_s + (rounds - 1) * options.longest_s[fits]
-            best = fits[np.argsort(step_s, kind="stable")[:shapes]]
-            found.update(dict.fromkeys(best.tolist()))
-            count = count + 1 if count < _ONE_BY_ONE else 2 * count
-        return list(found)
-
-
-def _filling(keep: Ints, capacity: Floats, devices: Ints, limits: Limits) -> list[int]:
-    """Of the templates over a single pool, the best for each small device count that divides the pool."""
-    found = []
-    for pool, room in enumerate(limits.room.tolist()):
-        own = keep[(devices[keep, pool] > 0) & (devices[keep, pool] == devices[keep].sum(axis=1))]
-        times = room // np.maximum(1, devices[own, pool])
-        for count in range(1, _ONE_BY_ONE + 1):
-            alike = own[times == count]
-            if len(alike) and capacity[alike].max() > 0:
-                found.append(int(alike[capacity[alike].argmax()]))
+            once_s = part.bottleneck_s + part.filling_s
+            times = shortest_s(part.bottleneck_s, once_s, part.sizes, part.devices, own, samples)
+            if times is not None and (not found or times[1] + most_s < found[-1].step_s):
+                bound_s, about_s = times
+                found.append(
+                    Relaxation(bound_s=bound_s, pipelines_s=about_s, sync_s=most_s, limits=own, candidates=part)
+                )
     return found
 
 
-def _first(rows: Ints, value: Floats, count: int) -> list[int]:
-    """Those with the largest values."""
-    order = np.argsort(-value[rows], kind="stable")[:count]
-    return [int(row) for row in rows[order]]
+def columns_of(relaxation: Relaxation, most: int) -> list[int]:
+    """Indices of about ``most`` of its candidates."""
+    part, chosen = relaxation.candidates, dict[int, None]()
+    for later in _LATER:
+        once_s = part.bottleneck_s + part.filling_s
+        capacity = capacities(part.bottleneck_s, once_s, part.sizes, later * relaxation.pipelines_s)
+        if later > 1:
+            capacity = np.floor(capacity / part.sizes) * part.sizes
+        chosen.update(dict.fromkeys(_of_value(part, capacity, relaxation.limits, most // 4)))
+    return list(chosen)
+
+
+def _of_value(candidates: Candidates, capacity: Floats, limits: Limits, most: int) -> Iterator[int]:
+    """Those with the largest reduced values and values per device, in all and of each micro-batch size."""
+    sizes = np.unique(candidates.sizes).tolist()
+    keep = best_per_devices(capacity, candidates.devices, most=2)
+    known = relaxed(capacity[keep], candidates.devices[keep], limits)
+    if known is None:
+        return
+    value = capacity - candidates.devices @ known.prices
+    for own in (value, value / candidates.devices.sum(axis=1)):
+        yield from keep[np.argsort(-own[keep], kind="stable")][:most].tolist()
+        for size in sizes:
+            which = np.flatnonzero(candidates.sizes == size)
+            which = which[best_per_devices(capacity[which], candidates.devices[which])]
+            yield from which[np.argsort(-own[which], kind="stable")][: max(1, most // len(sizes))].tolist()
+
+
+def _does(candidates: Candidates, limits: Limits, samples: int, seconds: float) -> bool:
+    """Whether fractions of pipelines do more than the batch in a time."""
+    once_s = candidates.bottleneck_s + candidates.filling_s
+    capacity = capacities(candidates.bottleneck_s, once_s, candidates.sizes, seconds)
+    keep = best_per_devices(capacity, candidates.devices)
+    done = relaxed(capacity[keep], candidates.devices[keep], limits)
+    return done is not None and done.samples > samples
+
+
+def _links_s(fleet: Fleet) -> Floats:
+    """Seconds of a byte from a node of each pool to another one."""
+    wires = [fleet.wire(pool, pool) for pool in fleet.pools]
+    return np.array([0.0 if wire is None else 1 / wire.bandwidth_bytes_per_s for wire in wires])

@@ -20,7 +20,7 @@ from heterodyne.search.fleet.covering import Covering, Places
 from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
 from heterodyne.search.fleet.fleet_wires import Wires
 from heterodyne.search.fleet.kinds import Kind
-from heterodyne.search.fleet.pipeline_table import PipelineTable
+from heterodyne.search.fleet.stage_kinds import StageKinds
 
 __all__ = ["Cover"]
 
@@ -31,20 +31,20 @@ _CLOSE = 5e-3  # of a time, the part to which the bound is known
 class Cover:
     """The bound for one space without a budget, for a model whose layers between the first and the last are alike."""
 
-    rows: PipelineTable
+    kinds: StageKinds
     limits: Limits
     _names: dict[tuple[int, Widths], int] = field(default_factory=dict, repr=False)
     _devices: list[tuple[int, int]] = field(default_factory=list, repr=False)
 
     @classmethod
-    def of(cls, rows: PipelineTable, limits: Limits) -> Cover | None:
+    def of(cls, kinds: StageKinds, limits: Limits) -> Cover | None:
         """None where the bound does not apply."""
-        layers = rows.predictor.tables.costs.layers
+        layers = kinds.predictor.tables.costs.layers
         if len(layers) < 3 or len(set(layers[1:-1])) > 1 or np.isfinite(limits.budget):
             return None
-        found = cls(rows=rows, limits=limits)
-        for size in rows.sizes:
-            for kind in rows.kinds(size):
+        found = cls(kinds=kinds, limits=limits)
+        for size in kinds.sizes:
+            for kind in kinds.of(size):
                 if (kind.pool, kind.widths) not in found._names:
                     found._names[kind.pool, kind.widths] = len(found._names)
                     found._devices.append((kind.pool, kind.devices))
@@ -70,12 +70,12 @@ class Cover:
 
     def _of_replicas(self, first: int, last: int, known_s: float, prices: Floats) -> tuple[float, Floats]:
         """The bound for one range of replica counts, and the last dual prices, as a start for the next range."""
-        places = [self._places(size, first, last) for size in self.rows.sizes if self.rows.kinds(size)]
+        places = [self._places(size, first, last) for size in self.kinds.sizes if self.kinds.of(size)]
         covering = Covering(
             devices=self._devices,
             room=self.limits.room,
-            batch=self.rows.predictor.global_batch,
-            layers=len(self.rows.predictor.tables.costs.layers) - 2,
+            batch=self.kinds.predictor.global_batch,
+            layers=len(self.kinds.predictor.tables.costs.layers) - 2,
         )
         could, prices = covering.could(places, last, known_s, prices)
         if not could:
@@ -91,7 +91,7 @@ class Cover:
         return low, prices
 
     def _places(self, size: int, first: int, last: int) -> Places:
-        kinds = self.rows.kinds(size)
+        kinds = self.kinds.of(size)
         layers = len(kinds[0].table.costs)
         inner = np.arange(layers - 1)
         starts = np.concatenate([0 * inner, 0 * inner + 1, layers - 1 - inner, [0]])
@@ -110,7 +110,7 @@ class Cover:
 
     def _place(self, kind: Kind, start: Ints, stop: Ints, first: int, last: int) -> tuple[Floats, Floats]:
         """Seconds per micro-batch at the fastest ZeRO level, infinite where nothing fits, and seconds of sync after the pipelines."""
-        table, predictor, space = kind.table, self.rows.predictor, self.rows.space
+        table, predictor, space = kind.table, self.kinds.predictor, self.kinds.space
         forward, backward, recomputed = (own[stop] - own[start] for own in table.passes)
         shared = first * kind.widths.copies > 1
         device, dense, _ = table.sent(start, stop).carried(first)
@@ -118,7 +118,7 @@ class Cover:
             self._exchanged_s(kind, own, copy, first) for own, copy in zip(device, dense, strict=True)
         )
         found = np.full(start.shape, np.inf)
-        for zero in dict.fromkeys((self.rows.low, *self.rows.high)):
+        for zero in dict.fromkeys((space.low_zero, *space.high_zero)):
             level = zero if last * kind.widths.copies > 1 else 0
             # Of layers that are apart only one is whole at a time, not two neighbours.
             apart = float(max(c.gradient_bytes + c.parameter_bytes for c in table.costs)) if level > 1 else 0.0
@@ -150,14 +150,14 @@ class Cover:
         """Lower bound on the seconds of one ring pass (a reduce-scatter or an all-gather). ``own``, ``copy``: bytes of a device and of a
         copy of all layers of a stage.
         """
-        inside, outside = self.rows.predictor.network.least_s_per_byte(kind.name, kind.widths, replicas)
+        inside, outside = self.kinds.predictor.network.least_s_per_byte(kind.name, kind.widths, replicas)
         rates = [(inside, own), (outside, np.maximum(copy, own))]
         known = [rate * size for rate, size in rates if rate < inf]
         return np.minimum.reduce(known) if known else np.where(own > 0, np.inf, 0.0)
 
     def _send_s(self, kind: Kind) -> float:
         """Lower bound on the seconds of a message to any other pipeline rank."""
-        fleet = self.rows.predictor.fleet
+        fleet = self.kinds.predictor.fleet
         wires, pool = Wires(fleet), fleet.pools[kind.pool]
         sent = min(kind.table.output_bytes(stop) for stop in range(1, len(kind.table.costs)))
         ways = [(wire, 1.0) for other in fleet.pools if (wire := wires.between(pool.name, other.name)) is not None]

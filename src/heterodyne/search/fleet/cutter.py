@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
 from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.arrays import Floats, Ints, between
-from heterodyne.search.fleet.counts import Limits
-from heterodyne.search.fleet.evaluated_plan import Mix, mix_of
 from heterodyne.search.fleet.plan import Template, TemplateStage
 from heterodyne.search.fleet.predict import Predictor
 
@@ -25,7 +22,7 @@ Places = tuple[tuple[str, Widths, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Cutter:
-    """Makes mixes of alike pipelines. ``recompute``: recompute a stage where it does not fit otherwise."""
+    """Cuts pipelines. ``recompute``: recompute a stage where it does not fit otherwise."""
 
     predictor: Predictor
     recompute: bool
@@ -33,20 +30,16 @@ class Cutter:
         default_factory=dict, repr=False
     )
 
-    def cut(self, runs: Places, size: int, zero: int, limits: Limits) -> Iterator[Mix]:
-        """As many replicas of the pipeline as the limits allow, with the optimal cuts for their number of micro-batches and for very many;
-        none where they do not fit.
+    def cut(self, runs: Places, size: int, rounds: int, replicas: int, zero: int) -> Iterator[Template]:
+        """The optimal cuts for a number of micro-batches and for very many; none where the pipeline does not fit.
+
+        Args:
+            size: of a micro-batch. ``rounds``: the number of them. ``replicas``: pipelines that share state at the ZeRO level.
         """
         places = [(pool, widths) for pool, widths, count in runs for _ in range(count)]
         layers = len(self.predictor.tables.costs.layers)
-        pools = [pool.name for pool in self.predictor.fleet.pools]
-        need = np.zeros(len(pools), dtype=np.int64)
-        for pool, widths in places:
-            need[pools.index(pool)] += widths.devices
-        replicas = int(limits.most_of(need))
-        if replicas < max(1, limits.least) or len(places) > layers:
+        if len(places) > layers:
             return
-        rounds = ceil(self.predictor.global_batch / (size * replicas))
         first = layers - len(places) + 1
         sends = self._sends(places, size)
         waits = [a + b for a, b in zip((*sends, 0.0), (0.0, *sends), strict=True)]
@@ -64,7 +57,7 @@ class Cutter:
                     _stage(place, span, recompute=not plain[span])
                     for place, span, plain in zip(places, pairwise(points), bare, strict=True)
                 )
-                yield mix_of([(Template(micro_batch=size, stages=tuple(stages)), replicas)])
+                yield Template(micro_batch=size, stages=tuple(stages))
 
     def _cost(
         self, pool: str, widths: Widths, size: int, held: int, replicas: int, zero: int

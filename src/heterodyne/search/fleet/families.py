@@ -129,7 +129,7 @@ def _by_pace(planner: FleetPlanner, space: Space) -> list[str]:
     """Kinds of devices that are in the space, by the samples/s of one device of a stage that holds the whole model, the fastest first."""
     pace: dict[str, float] = {}
     tables = planner.tables
-    sizes = planner.search(space).rows.sizes
+    sizes = planner.search(space).kinds.sizes
     for pool in planner.fleet.pools:
         if space.pools is None or pool.name in space.pools:
             rates = [

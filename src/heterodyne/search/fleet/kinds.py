@@ -1,14 +1,12 @@
 """Stage kinds: a number of devices of one pool, and how they divide the work of a stage.
 
-Alike devices are one kind, so the number of stage sequences grows with kinds and not with devices. Dominated kinds are dropped; where
-the sequences would still be too many, the fastest and the leanest kinds stay.
+Alike devices are one kind, so the number of pipelines grows with kinds and not with devices. Dominated kinds are dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import permutations
 
 import numpy as np
 
@@ -18,7 +16,7 @@ from heterodyne.search.fleet.plan import TemplateStage
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Table, Tables
 
-__all__ = ["Chosen", "Kind", "chosen_of", "fastest", "kinds_of", "undominated", "usable_widths"]
+__all__ = ["Kind", "kinds_of", "undominated", "usable_widths"]
 
 
 _ROW_POOLS = 3  # in a sequence of stages at most, since sequences are written out; the template search has any number
@@ -147,80 +145,3 @@ def usable_widths(widths: Sequence[Widths], devices_per_node: int) -> tuple[Widt
             chosen.append(devices)
             whole = devices
     return tuple(own for own in widths if own.devices in chosen and own.tensor <= devices_per_node)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """Kinds that sequences are built from.
-
-    Args:
-        pools: for each kind, the largest number of pools of a sequence that contains it.
-        run: the number of stages of one pool in a sequence with other pools.
-    """
-
-    kinds: tuple[Kind, ...]
-    pools: tuple[int, ...]
-    run: int
-
-
-def chosen_of(kinds: Sequence[Kind], space: Space, per_node: Mapping[str, int]) -> Chosen:
-    """So that the work stays about within its limit (`Space.cells`), the fastest and the one that needs least memory of those with as
-    many devices of a pool; in rows over three pools and more the last one only, as far as it is in one node.
-
-    Args:
-        per_node: devices of a node, by pool.
-    """
-    layers = len(kinds[0].table.costs)
-    most_pools = min(_ROW_POOLS, space.max_pools or _ROW_POOLS)
-    most = space.cells / (layers + 1) ** 2
-    quick = set(map(id, fastest(kinds)))
-    leanest = _best(kinds, lambda kind: kind.table.memory(0, layers, recompute=space.recompute, held=1).total)
-    few = [number for number in range(len(kinds)) if id(kinds[number]) in quick or number in leanest]
-    every = list(range(len(kinds)))
-    own = every if len(kinds) * min(layers, space.max_stages) <= most else few
-    pairs = own if _pairs([kinds[n] for n in own]) <= most else few
-    triples = pairs
-    if most_pools > 2 and _pairs([kinds[n] for n in pairs]) + _triples([kinds[n] for n in pairs]) > most:
-        triples = [
-            number for number in few if number in leanest and kinds[number].devices <= per_node[kinds[number].name]
-        ]
-    count_2 = _pairs([kinds[n] for n in pairs])
-    count_3 = _triples([kinds[n] for n in triples]) if most_pools > 2 else 0
-    run = 1
-    while run < space.max_stages and count_2 * (run + 1) ** 2 + count_3 * (run + 1) ** 3 <= most:
-        run += 1
-    return Chosen(
-        kinds=tuple(kinds[n] for n in own),
-        pools=tuple(most_pools if n in triples else 2 if n in pairs else 1 for n in own),
-        run=run,
-    )
-
-
-def fastest(kinds: Sequence[Kind]) -> list[Kind]:
-    """Of each pool and number of devices the fastest for a whole model."""
-    if not kinds:
-        return []
-    layers = len(kinds[0].table.costs)
-    kept = _best(kinds, lambda kind: kind.table.forward_s(0, layers) + kind.table.backward_s(0, layers, False))
-    return [kind for number, kind in enumerate(kinds) if number in kept]
-
-
-def _best(kinds: Sequence[Kind], figure: Callable[[Kind], float]) -> set[int]:
-    """Of each pool and number of devices, the numbers of those with the least of a figure."""
-    found: dict[tuple[int, int], tuple[float, int]] = {}
-    for number, kind in enumerate(kinds):
-        own = (figure(kind), number)
-        found[kind.pool, kind.devices] = min(own, found.get((kind.pool, kind.devices), own))
-    return {number for _, number in found.values()}
-
-
-def _pairs(kinds: Sequence[Kind]) -> int:
-    """Rows of two stages in different pools."""
-    return sum(a.pool != b.pool for a in kinds for b in kinds)
-
-
-def _triples(kinds: Sequence[Kind]) -> int:
-    count: dict[int, int] = {}
-    for kind in kinds:
-        count[kind.pool] = count.get(kind.pool, 0) + 1
-    return sum(a * b * c for a, b, c in permutations(count.values(), 3))

@@ -12,9 +12,8 @@ from scipy.optimize import linprog
 from heterodyne.search.fleet.counts import Limits
 from heterodyne.search.fleet.cover import Cover
 from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
-from heterodyne.search.fleet.options import anyhow
-from heterodyne.search.fleet.pipeline_table import PipelineTable
-from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT
+from heterodyne.search.fleet.stage_kinds import StageKinds
+from heterodyne.search.fleet.plan import SPLIT
 
 __all__ = ["fractional_bound_s", "lower_bound_s"]
 
@@ -22,31 +21,22 @@ _COVERED = 256  # devices, up to which the bound of `Cover` comes near enough to
 _CLOSE = 5e-3  # of a time, the part to which the bound is known
 
 
-def lower_bound_s(rows_of: PipelineTable, limits: Limits, known: EvaluatedPlan | None) -> float:
+def lower_bound_s(kinds: StageKinds, limits: Limits, known: EvaluatedPlan | None) -> float:
     """Seconds that no step is shorter than. ``known``: a plan."""
-    few = rows_of.predictor.fleet.devices <= _COVERED
-    least = fractional_bound_s(rows_of, limits)
-    cover = Cover.of(rows_of, limits) if few else None
-    if least == inf or (cover is None and few):
-        # Whatever fits does so at some level, with state in as many parts as there can be pipelines.
-        least = min([least, *(times.bound_s for times in anyhow(rows_of, limits))])
-    if cover is not None and known is not None:
-        covered = cover.bound_s(known)
-        least = covered if least == inf else max(least, covered)
-    return least
+    least = fractional_bound_s(kinds, limits)
+    cover = Cover.of(kinds, limits) if kinds.predictor.fleet.devices <= _COVERED else None
+    return least if cover is None or known is None else max(least, cover.bound_s(known))
 
 
-def fractional_bound_s(rows_of: PipelineTable, limits: Limits) -> float:
-    """Seconds of a step in which no device is ever idle and layers are divided in fractions; infinite where no schedule interleaves.
+def fractional_bound_s(kinds: StageKinds, limits: Limits) -> float:
+    """Seconds of a step in which no device is ever idle and layers are divided in fractions.
 
     No micro-batch is in two layers at once: under every schedule it goes forward through all and back. So in a step of T seconds those of a
     size take at most T in the mean, without the halves of backwards for which nothing waits. The devices then have work for T'(T) at least,
     by a linear program over how many micro-batches of a size each kind does of each layer. T' falls with T, so no step is shorter than the
     T that is its own T'. With little time for many devices stages have to be wide, which takes more device seconds.
     """
-    if INTERLEAVED.isdisjoint(rows_of.space.schedules) or rows_of.space.max_chunks < 2:
-        return inf
-    work = _work_of(rows_of, limits)
+    work = _work_of(kinds, limits)
     low = work(inf)
     high = work(low)
     while high == inf and low < inf:
@@ -58,17 +48,17 @@ def fractional_bound_s(rows_of: PipelineTable, limits: Limits) -> float:
     return low
 
 
-def _work_of(rows_of: PipelineTable, limits: Limits) -> Callable[[float], float]:
+def _work_of(kinds: StageKinds, limits: Limits) -> Callable[[float], float]:
     """Seconds for which the busiest pool has work, if a micro-batch may take so many in the mean; infinite if none does."""
-    tables, sizes, fleet = rows_of.predictor.tables, rows_of.sizes, rows_of.predictor.fleet
+    tables, sizes, fleet = kinds.predictor.tables, kinds.sizes, kinds.predictor.fleet
     layers = list(dict.fromkeys(tables.costs.layers))
-    waited = 0.5 if not SPLIT.isdisjoint(rows_of.space.schedules) else 1.0
+    waited = 0.5 if not SPLIT.isdisjoint(kinds.space.schedules) else 1.0
     limited = limits.prices is not None and np.isfinite(limits.budget)
     prices = limits.prices if limits.prices is not None and limited else np.zeros(len(fleet.pools))
     rooms = np.append(limits.room.astype(float), limits.budget if limited else 1.0)
     columns, waits, equal = [], [], []
     for at, size in enumerate(sizes):
-        for kind, (number, layer) in product(rows_of.kinds(size), enumerate(layers)):
+        for kind, (number, layer) in product(kinds.of(size), enumerate(layers)):
             cost = kind.table.costs[tables.costs.layers.index(layer)]
             own = np.zeros(len(rooms))
             own[[kind.pool, -1]] = kind.devices, kind.devices * prices[kind.pool]
@@ -89,7 +79,7 @@ def _work_of(rows_of: PipelineTable, limits: Limits) -> Callable[[float], float]
             -tables.costs.layers.count(own) for own in layers
         ]
         once[-1, count + at] = size
-    whole = [0.0] * (len(once) - 1) + [float(rows_of.predictor.global_batch)]
+    whole = [0.0] * (len(once) - 1) + [float(kinds.predictor.global_batch)]
     goal = np.append(np.zeros(count + several), 1.0)
 
     def work(seconds: float) -> float:

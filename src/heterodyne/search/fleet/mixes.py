@@ -10,7 +10,6 @@ import numpy as np
 from heterodyne.search.fleet.arrays import Ints
 from heterodyne.search.fleet.counts import Limits, relaxed, whole
 from heterodyne.search.fleet.evaluated_plan import Mix, mix_of
-from heterodyne.search.fleet.options import Times
 from heterodyne.search.fleet.plan import Layout, ScheduleName, Template
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.space import Space
@@ -18,7 +17,6 @@ from heterodyne.search.fleet.space import Space
 __all__ = ["Mixes"]
 
 _BISECTIONS = 4
-_LATER = (1.02, 1.06, 1.12, 1.2)  # than fractions of pipelines take
 _SOONER = 0.9995
 _ONE_BY_ONE = 8  # counts up to which every count is tried
 _PAIRS = 60
@@ -55,19 +53,10 @@ class Mixes:
                     found[mix_of([(template, count)])] = None
         return list(found)
 
-    def unlike(self, columns: Sequence[Template], limits: Limits, times: Times | tuple[float, float]) -> Iterator[Mix]:
-        """Integer counts over all columns that could finish between two times, in seconds; or a little after the times of a relaxation, to
-        which they come close with many devices.
-        """
+    def unlike(self, columns: Sequence[Template], limits: Limits, times: tuple[float, float]) -> Iterator[Mix]:
+        """Integer counts over all columns that could finish between two times, in seconds."""
         devices = self._devices(columns)
         most = [self._room(t, limits) for t in columns]
-        if isinstance(times, Times):
-            none = [0.0] * len(columns)
-            for later in _LATER:
-                seconds = later * times.about_s - times.shown_s
-                counts = whole(self._capacity(columns, none, most, seconds), devices, limits)
-                yield mix_of(zip(columns, counts or [0] * len(columns), strict=True))
-            return
         for once in ([0.0] * len(columns), self._once_s(columns)):
             yield from self._bisected(columns, devices, once, most, limits, times)
 

@@ -87,7 +87,7 @@ class PipelineEstimate:
             layers=done,
             bottleneck_s=np.where(fits, high, np.inf),
             messages_s=sent,
-            sync_s=self._sync_s(chains, runs, count, high),
+            sync_s=self.sync_s(chains, runs, count, high),
         )
 
     def waits_s(self) -> list[float]:
@@ -142,7 +142,7 @@ class PipelineEstimate:
         before[:, 1:] = latency[one, two] + rate[one, two] / np.maximum(1e-9, np.minimum(part[:, :-1], part[:, 1:]))
         return np.where(runs > 1, inside, 0.0), np.where(runs > 0, before, 0.0)
 
-    def _sync_s(self, chains: Ints, runs: Ints, count: Ints, bottleneck_s: Floats) -> Floats:
+    def sync_s(self, chains: Ints, runs: Ints, count: Ints, bottleneck_s: Floats) -> Floats:
         """Exposed seconds of gradient sync, if each stage holds layers in proportion to its speed."""
         layers, wires = len(self.kinds[0].table.costs), Wires(self.predictor.fleet)
         size = self.kinds[0].table.reduced_bytes(0, layers) / layers  # the same at all widths
@@ -153,6 +153,16 @@ class PipelineEstimate:
         own = runs * pace[chains]
         part = layers * pace[chains] / own.sum(axis=1, keepdims=True)  # of the layers, on a stage
         once = np.where(runs > 0, part * np.array(each)[chains], 0.0).max(axis=1) * (1 - 1 / count)
+        return exposed_sync_s(self.predictor, once, once, bottleneck_s)
+
+
+    def sync_of_devices_s(self, devices: Ints, bottleneck_s: Floats) -> Floats:
+        """Exposed seconds of gradient sync with one other replica, if each device holds an equal part. ``devices``: Shape [pipelines, pools]."""
+        layers, wires = len(self.kinds[0].table.costs), Wires(self.predictor.fleet)
+        links = [wires.between(pool.name, pool.name) for pool in self.predictor.fleet.pools]
+        each = np.array([0.0 if wire is None else 1 / wire.bandwidth_bytes_per_s for wire in links])
+        size = self.kinds[0].table.reduced_bytes(0, layers)
+        once = size * np.where(devices > 0, each, 0.0).max(axis=1) / np.maximum(1, devices.sum(axis=1))
         return exposed_sync_s(self.predictor, once, once, bottleneck_s)
 
 

@@ -1,12 +1,10 @@
 """The search for the best plan over a fleet.
 
-1. Pipelines over any number of pools are found by dynamic programming and estimated as alike ones (`template_search`, `candidates`); the
-best are cut exactly and played (`cutter`). Over many devices this comes after step 5, with the best for each set of pools, and mixes of all
-that is known by then are counted again.
+1. Pipelines are found and estimated (`candidates`): over any number of pools by dynamic programming (`template_search`), over few devices
+exactly (`exact_search`). The best as alike pipelines are cut exactly and played (`cutter`).
 2. A lower bound on any plan (`cover`, `lower_bound`): when a plan is close enough to it, the search ends.
-3. For every micro-batch size, and with state sharded over more and more pipelines: the templates that fit (`pipeline_templates`). The
-relaxed knapsack over them selects those that matter.
-4. Integer replica counts of these, for step times between the lower bound and the best known (`counts`).
+3. The relaxed knapsack over the candidates selects those that matter for unlike pipelines (`columns`).
+4. Integer replica counts of these, for step times between the lower bound and the best known (`counts`, `mixes`).
 5. The best of these mixes are played (`ledger`) and improved by local search (`climbing`, `neighbourhood`).
 6. Those that would be fastest without pipeline bubbles are tried with several virtual stages per rank (`chunks`).
 
@@ -15,8 +13,8 @@ Steps 1, 3 and 4 optimise the bottleneck stage; plans are always compared by the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from math import inf
@@ -27,36 +25,30 @@ from heterodyne.cluster.fleet import Fleet
 from heterodyne.search.fleet.arrays import Floats
 from heterodyne.search.fleet.candidates import Candidates
 from heterodyne.search.fleet.climbing import Climbing
-from heterodyne.search.fleet.columns import Columns
+from heterodyne.search.fleet.columns import Relaxation, columns_of, relaxations
 from heterodyne.search.fleet.counts import Limits
 from heterodyne.search.fleet.criterion import Criterion, Score
 from heterodyne.search.fleet.cutter import Cutter
-from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, Mix
+from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, Mix, mix_of
 from heterodyne.search.fleet.ledger import Ledger
 from heterodyne.search.fleet.lower_bound import lower_bound_s
 from heterodyne.search.fleet.mixes import Mixes
-from heterodyne.search.fleet.options import Options, Times, anyhow
-from heterodyne.search.fleet.pipeline_table import MANY_DEVICES, PipelineTable
 from heterodyne.search.fleet.plan import SPLIT, ScheduleName, Template
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.stage_kinds import StageKinds
 from heterodyne.search.fleet.tables import Tables
 from heterodyne.search.fleet.watch import Watch
 
 __all__ = ["Search"]
 
 _ENOUGH = 1.01  # times what no plan can beat, at which a search ends
-_CLEARLY = 0.9
 _ALIKE = 80  # pipelines that are cut exactly as alike ones: those that are estimated to be the fastest
 _ALWAYS_PLAYED = 8  # cuts of these that are played, however much work that is
-_ESTIMATED = 4096  # devices, up to which alike pipelines were in better plans than unlike ones over a pool each
-_EACH = 2  # over each set of pools
-_WAYS = ((1.0, 1.0), (1.0, 1.1))  # to compare shapes (see `Columns`)
-_WAYS_OF_FEW = ((0.0, 1.0), (1.0, 1.0), (0.0, 1.1), (1.0, 1.25))
-_WAYS_OF_MANY = ((0.0, 1.0), (0.0, 1.1))  # the shapes are those with which little shows
 _PLAYED_STAGES = 500  # at most, for one list of mixes
 _PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
 _OTHERS = 6  # that are weighed to be told
+_LONG = 1e3  # times a relaxation, within which any plan is done
 
 
 @dataclass(kw_only=True)
@@ -71,7 +63,7 @@ class Search:
     space: Space
     watch: Watch = field(default_factory=Watch)
     bound_s: float = inf
-    _found: dict[int, Candidates] = field(default_factory=dict, repr=False)
+    _found: dict[tuple[int, int | None], Candidates] = field(default_factory=dict, repr=False)
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -88,8 +80,8 @@ class Search:
         return self.ledger.stopped
 
     @cached_property
-    def rows(self) -> PipelineTable:
-        return PipelineTable(predictor=self.predictor, space=self.space)
+    def kinds(self) -> StageKinds:
+        return StageKinds(predictor=self.predictor, space=self.space)
 
     @property
     def fleet(self) -> Fleet:
@@ -99,17 +91,28 @@ class Search:
     def tables(self) -> Tables:
         return self.predictor.tables
 
-    def _candidates(self, zero: int) -> Candidates:
+    def _candidates(self, zero: int, shards: int | None) -> Candidates:
         """See `Candidates.found`; made once."""
-        if zero not in self._found:
-            self._found[zero] = Candidates.found(self.predictor, self.space, self.rows.worthwhile(), zero)
-        return self._found[zero]
+        if (zero, shards) not in self._found:
+            self._found[zero, shards] = Candidates.found(self.predictor, self.space, self.kinds.every, zero, shards)
+        return self._found[zero, shards]
 
-    @cached_property
-    def _chosen(self) -> Columns:
-        few = self.rows.few
-        ways = _WAYS_OF_FEW if few else _WAYS_OF_MANY if self.fleet.devices > MANY_DEVICES else _WAYS
-        return Columns(predictor=self.predictor, sizes=self.rows.sizes, most=self.space.columns, few=few, ways=ways)
+    def _levels(self) -> Iterator[Candidates]:
+        """Candidates with memory at ZeRO levels and numbers of pipelines that share state, the least traffic first.
+
+        Over few devices only those that help: which of them the fastest plan has is not known before its counts are.
+        """
+        low, high = self.space.low_zero, self.space.high_zero
+        if not self.kinds.few:
+            yield from (self._candidates(zero, None) for zero in (low, *high))
+            return
+        most = self.kinds.most_pipelines
+        alone, shared = self._candidates(low, 1), self._candidates(low, most)
+        yield alone
+        if not alone.same(shared):
+            yield from (self._candidates(low, shards) for shards in range(2, most + 1))
+        if high and not shared.same(self._candidates(high[-1], most)):
+            yield from (self._candidates(zero, shards) for zero in high for shards in range(1, most + 1))
 
     @cached_property
     def _cutter(self) -> Cutter:
@@ -156,15 +159,11 @@ class Search:
 
     def _run(self, aim: Criterion) -> EvaluatedPlan | None:
         columns: dict[Template, None] = {}
-        best = None if self.fleet.devices > MANY_DEVICES else self._alike(None, {}, aim)
-        self.bound_s = min(self.bound_s, lower_bound_s(self.rows, self._limits(1, aim), best))
+        best = self._alike(columns, aim)
+        self.bound_s = min(self.bound_s, lower_bound_s(self.kinds, self._limits(aim), best))
         if self._enough(best, aim):
             return best
         best = self._mixed(best, columns, aim)
-        if MANY_DEVICES < self.fleet.devices <= _ESTIMATED and not self.ledger.late():
-            # These are shorter than those for which one pool has memory, so more fit and fewer devices are left over.
-            best = self._alike(best, columns, aim)
-            best = self._counted(list(columns), self._limits(1, aim), best, aim)
         if best is None or self._enough(best, aim):
             return best
         if self.space.schedules != self.space.first_schedules and not self.ledger.late():
@@ -172,7 +171,7 @@ class Search:
         climbing = Climbing(
             predictor=self.predictor,
             space=self.space,
-            rows=self.rows,
+            kinds=self.kinds,
             ledger=self.ledger,
             columns=list(columns),
             aim=aim,
@@ -189,83 +188,60 @@ class Search:
         """Whether the best plan is within the tolerance of the lower bound."""
         return best is not None and aim.by_time and best.predicted.step_s <= self.bound_s * _ENOUGH
 
+    def _alike(self, columns: dict[Template, None], aim: Criterion) -> EvaluatedPlan | None:
+        """The best plan of alike pipelines, at the first level at which any fits. All are added to the columns."""
+        samples = self.predictor.global_batch
+        for level in self._levels():
+            candidates = level.within(self._limits(aim))
+            cut = candidates.cut(candidates.best_alike(samples, _ALIKE).tolist(), self._cutter, samples)
+            columns.update((template, None) for template, _ in cut)
+            mixes = [mix_of([(template, count)]) for template, count in cut]
+            # A bound says little of what is exchanged, and to play long pipelines is much work.
+            best = self._played(mixes[:_ALWAYS_PLAYED], None, aim, self.space.plain_schedules, anyway=_ALWAYS_PLAYED)
+            best = self._played(mixes[_ALWAYS_PLAYED:], best, aim, self.space.plain_schedules)
+            if best is not None:
+                return best
+        return None
+
     def _mixed(self, best: EvaluatedPlan | None, columns: dict[Template, None], aim: Criterion) -> EvaluatedPlan | None:
         """The best mix of the selected templates, which are added to the columns."""
-        about_s = inf
-        huge, budgetless = self.fleet.devices > MANY_DEVICES, aim.budget == inf
-        # Over many devices the relaxation says well enough what is worth a search; what levels above 1 exchange it does not know.
-        many = not self.rows.few
-        for zero, shards in self.rows.levels():
-            if self.ledger.late() or (huge and best is not None and budgetless and columns):
+        samples = self.predictor.global_batch
+        for level in self._levels():
+            if self.ledger.late():
                 break
-            if many and max(zero) > 1 and best is not None:
-                anyhow_s = (times.about_s for times in anyhow(self.rows, self._limits(1, aim)))
-                if min(anyhow_s, default=inf) >= _CLEARLY * about_s:
-                    break
-            limits = self._limits(shards, aim)
-            rows = self.rows.of(zero, shards, least=shards)
-            if not rows:
+            limits = self._limits(aim, level.shards or 1)
+            candidates = level.within(replace(limits, least=1))
+            found = relaxations(candidates, self.fleet, limits, samples) if len(candidates) else []
+            if not found or (aim.by_time and best is not None and found[0].bound_s >= best.predicted.step_s):
                 continue
-            options = Options.of(self.predictor, rows)
-            times = options.times(limits, exchanged=huge)
-            if times is None or (many and times.about_s >= (_CLEARLY if max(zero) > 1 else 1) * about_s):
-                continue
-            about_s = min(about_s, times.about_s)
-            if best is not None and aim.by_time and times.bound_s >= best.predicted.step_s:
-                continue  # no plan with these shapes is faster
-            if many:
-                limits = times.limits
-            columns.update(dict.fromkeys(self._chosen.of(times.options, limits, times.pipelines_s)))
-            own = list(columns)
-            best = self._played(self._mixes.alike(own, limits, many=huge), best, aim, self.space.first_schedules)
-            best = self._counted(own, limits, best, aim, times)
+            for relaxation in {id(own): own for own in (found[0], found[-1])}.values():
+                chosen = columns_of(relaxation, self.space.columns)
+                cut = relaxation.candidates.cut(chosen, self._cutter, samples)
+                columns.update((template, None) for template, _ in cut)
+                mixes = self._mixes.alike(list(columns), relaxation.limits)
+                best = self._played(mixes, best, aim, self.space.first_schedules)
+                best = self._counted(list(columns), relaxation, best, aim)
+            if best is not None and not self.kinds.few:
+                break
         return best
 
     def _counted(
-        self,
-        columns: Sequence[Template],
-        limits: Limits,
-        best: EvaluatedPlan | None,
-        aim: Criterion,
-        times: Times | None = None,
+        self, columns: Sequence[Template], relaxation: Relaxation, best: EvaluatedPlan | None, aim: Criterion
     ) -> EvaluatedPlan | None:
-        """The best mix of whole numbers of columns, and what is known. ``times``: of mixes of them."""
-        if not columns:
-            return best
-        bound_s, about_s = (self.bound_s, self.bound_s) if times is None else (times.bound_s, times.about_s)
-        known_s = 1e3 * about_s if best is None else best.predicted.step_s
+        """The best mix of whole numbers of columns, and what is known."""
+        limits = relaxation.limits
+        known_s = _LONG * relaxation.step_s if best is None else best.predicted.step_s
         own = self._mixes.worth_most(columns, limits, known_s)
-        huge = self.fleet.devices > MANY_DEVICES
-        mixes = self._mixes.unlike(own, limits, times if huge and times else (bound_s, known_s))
+        mixes = self._mixes.unlike(own, limits, (relaxation.bound_s, known_s))
         best = self._played(list(dict.fromkeys(mixes)), best, aim, self.space.first_schedules)
         if best is not None:
             pairs = self._mixes.pairs(own, limits, best.predicted.step_s)
             best = self._played(pairs, best, aim, self.space.first_schedules)
         return best
 
-    def _alike(self, best: EvaluatedPlan | None, columns: dict[Template, None], aim: Criterion) -> EvaluatedPlan | None:
-        """The best of alike pipelines at the lowest ZeRO level that fits, and of what is known. All are added to the columns."""
-        limits, many = self._limits(1, aim), self.fleet.devices > MANY_DEVICES
-        for zero in dict.fromkeys((self.rows.low, max(self.space.zero))):
-            found = self._candidates(zero).within(limits)
-            chosen = found.best_alike(self.predictor.global_batch, _ALIKE, _EACH if many else 0)
-            cut = dict.fromkeys(
-                mix
-                for number in chosen.tolist()
-                for mix in self._cutter.cut(found.places[number], int(found.sizes[number]), zero, limits)
-            )
-            columns.update((template, None) for mix in cut for template, _ in mix)
-            mixes = list(cut)
-            # A bound says little of what is exchanged, and to play long pipelines is much work.
-            best = self._played(mixes[:_ALWAYS_PLAYED], best, aim, self.space.plain_schedules, anyway=_ALWAYS_PLAYED)
-            best = self._played(mixes[_ALWAYS_PLAYED:], best, aim, self.space.plain_schedules)
-            if best is not None:
-                break
-        return best
-
-    def _limits(self, shards: int, aim: Criterion) -> Limits:
+    def _limits(self, aim: Criterion, least: int = 1) -> Limits:
         room = np.array([pool.devices for pool in self.fleet.pools], dtype=np.int64)
-        return Limits(room=room, prices=aim.prices, budget=aim.budget, least=shards, most=self.space.max_pipelines)
+        return Limits(room=room, prices=aim.prices, budget=aim.budget, least=least, most=self.space.max_pipelines)
 
     def _played(
         self,
@@ -298,19 +274,8 @@ class Search:
         return best
 
     def _propose(self, best: EvaluatedPlan, columns: dict[Template, None], aim: Criterion) -> None:
-        """Evaluates mixes that could be faster under schedules with smaller bubbles, and adds to the columns."""
-        known = [
-            (zero, n) for zero, n in self.rows.levels() if best.plan.zero in (0, *zero) and n <= best.plan.pipelines
-        ]
-        zero, shards = max(known, key=lambda level: level[1], default=((self.rows.low,), 1))
-        limits, rows = self._limits(shards, aim), self.rows.of(zero, shards, least=shards)
+        """Proposes mixes of the columns that could be faster under schedules with smaller bubbles."""
+        limits, seconds = self._limits(aim), best.predicted.step_s
         mixes = Mixes(predictor=self.predictor, space=self.space, waits=False)
-        seconds = best.predicted.step_s
-        if self.rows.few and rows:
-            options = Options.of(self.predictor, rows)
-            columns.update(dict.fromkeys(self._chosen.of(options, limits, seconds, filled=False)))
-            self.ledger.proposed.update(dict.fromkeys(mixes.alike(list(columns), limits)))
-        if not columns:
-            return
         own = mixes.worth_most(list(columns), limits, seconds)
         self.ledger.proposed.update(dict.fromkeys((*mixes.alike(own, limits), *mixes.pairs(own, limits, seconds))))

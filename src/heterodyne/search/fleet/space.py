@@ -89,6 +89,16 @@ class Space:
         )
 
     @property
+    def low_zero(self) -> int:
+        """1, which fits wherever 0 does; 0 where level 1 is excluded, which is all that a single pipeline can do."""
+        return 1 if 1 in self.zero else 0
+
+    @property
+    def high_zero(self) -> tuple[int, ...]:
+        """The levels with traffic in every micro-batch."""
+        return tuple(level for level in self.zero if level > 1)
+
+    @property
     def first_schedules(self) -> tuple[ScheduleName, ...]:
         """The schedules under which mixes are found first: those with strong lower bounds."""
         plain = tuple(schedule for schedule in self.schedules if schedule not in SPLIT | INTERLEAVED)

@@ -57,7 +57,7 @@ class Exhaustive:
         """Every pipeline for which there are devices, whether it fits or not."""
         search = self.search
         interleaved = not INTERLEAVED.isdisjoint(search.space.schedules)
-        for size in search.rows.sizes:
+        for size in search.kinds.sizes:
             kinds = kinds_of(search.fleet, search.tables, size, search.space, every=self.every_kind)
             for row in self._rows(kinds):
                 layers = min(len(row[0].table.costs), search.space.max_stages)

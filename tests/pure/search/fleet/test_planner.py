@@ -331,9 +331,9 @@ def test_more_devices_of_the_same_kinds_are_no_slower_and_add_no_shapes() -> Non
     assert one is not None
     assert other is not None
     assert other.predicted.step_s <= one.predicted.step_s * (1 + 1e-9)
-    for size in few.rows.sizes:
+    for size in few.kinds.sizes:
         a, b = (
-            shapes(s.fleet, {size: s.rows.kinds(size)}, global_batch=64, sharing=Sharing(), space=s.space).get(size)
+            shapes(s.fleet, {size: s.kinds.kinds(size)}, global_batch=64, sharing=Sharing(), space=s.space).get(size)
             for s in (few, many)
         )
         assert (a is None and b is None) or (a is not None and b is not None and len(a) == len(b))

@@ -74,7 +74,7 @@ def test_no_plan_is_lost_with_kinds_that_others_are_better_than() -> None:
             )
             assert few == pytest.approx(every, rel=1e-12)
         search = search_of(fleet, costs, samples)
-        for size in search.rows.sizes:
+        for size in search.kinds.sizes:
             some = kinds_of(fleet, search.tables, size, Space())
             left_out += len(kinds_of(fleet, search.tables, size, Space(), every=True)) - len(some)
     assert left_out > 0

@@ -143,7 +143,7 @@ def _mixes(search: Search, chance: random.Random) -> Iterator[Mix]:
     for _ in range(12):
         mix: dict[Template, int] = {}
         for _ in range(chance.choice([1, 1, 2])):
-            size = chance.choice(search.rows.sizes)
+            size = chance.choice(search.kinds.sizes)
             stages = []
             kinds = kinds_of(fleet, search.tables, size, search.space)
             cuts = [0, *sorted(chance.sample(range(1, layers), chance.choice([0, 1, 2]))), layers]
