@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterodyne.search.fleet.arrays import Floats, Ints
-from heterodyne.search.fleet.counts import Limits
+from heterodyne.search.fleet.counts import Limits, best_per_devices, capacities
 from heterodyne.search.fleet.cutter import Cutter, Places
 from heterodyne.search.fleet.exact_search import ExactSearch
 from heterodyne.search.fleet.kinds import Kind
@@ -28,6 +28,7 @@ from heterodyne.search.fleet.template_search import Runs, TemplateSearch
 __all__ = ["Candidates"]
 
 _ALL_ORDERS = 3  # pools, up to which all orders are estimated: six of them
+_KEPT = 3  # pipelines over the same devices, of the template search
 _EXACT = 3  # pipelines over the same devices, of the exact search
 
 
@@ -36,7 +37,7 @@ class Candidates:
     """A table of pipelines. Arrays have one value per pipeline.
 
     Args:
-        places: gives the stages of each. ``sizes``: micro-batch sizes.
+        places: gives the stages of each. ``stages``: the number of them. ``sizes``: micro-batch sizes.
         devices: Shape [pipelines, pools]. ``count``: replicas for which there are devices.
         micro_batches: of a step, for which the pipeline was found; where all replicas share state, those of as many.
         bottleneck_s: seconds of a micro-batch on the bottleneck stage. ``filling_s``: that it waits in a step.
@@ -45,6 +46,7 @@ class Candidates:
     """
 
     places: NDArray[np.object_]
+    stages: Ints
     sizes: Ints
     devices: Ints
     count: Ints
@@ -87,6 +89,10 @@ class Candidates:
         found: Floats = np.ceil(samples / (self.sizes * self.count)) * self.bottleneck_s + self.filling_s + self.sync_s
         return found
 
+    def capacity(self, seconds: float | Floats) -> Floats:
+        """Samples that each pipeline does in a time, with fractional micro-batches."""
+        return capacities(self.bottleneck_s, self.bottleneck_s + self.filling_s, self.sizes, seconds)
+
     def same(self, other: Candidates) -> bool:
         """Whether the pipelines of both are as fast."""
         return len(self) == len(other) and np.allclose(self.bottleneck_s, other.bottleneck_s, rtol=1e-9, atol=0)
@@ -117,7 +123,7 @@ class Candidates:
     def _none(cls, pools: int) -> Candidates:
         ints, floats = np.zeros(0, dtype=np.int64), np.zeros(0)
         return cls(
-            places=np.zeros(0, dtype=object), sizes=ints, devices=np.zeros((0, pools), dtype=np.int64), count=ints,
+            places=np.zeros(0, dtype=object), stages=ints, sizes=ints, devices=np.zeros((0, pools), dtype=np.int64), count=ints,
             micro_batches=ints, bottleneck_s=floats, filling_s=floats, sync_s=floats, zero=0,
         )  # fmt: skip
 
@@ -153,6 +159,7 @@ class _OfSize:
         rounds = np.array(search.micro_batches)[found.number]
         return Candidates(
             places=_objects(chains),
+            stages=found.stages,
             sizes=np.full(len(chains), self.size, dtype=np.int64),
             devices=found.devices,
             count=limits.most_of(found.devices),
@@ -170,30 +177,38 @@ class _OfSize:
 
     def estimated(self) -> Candidates | None:
         """Those of the template search, over all pools and over each alone; None if nothing fits."""
-        kinds, limits, estimates = self.kinds, self._limits, self._estimates
         found = dict.fromkeys(self._runs())
         if not found:
             return None
-        chains, runs = _distinct(*_reordered(*_arrays(found)))
-        estimate = estimates.of(chains, runs, np.maximum(1, limits.most_of(self._devices(chains, runs))))
-        shorter = _without_surplus(runs, estimate.layers, len(kinds[0].table.costs))
-        chains, runs = _distinct(np.concatenate([chains, chains]), np.concatenate([runs, shorter]))
+        # Orders, and stages that are not needed, are looked at of the best alone.
+        chains, runs, layers = self._estimated(*_arrays(found))[1:]
+        chains, runs, layers = self._estimated(*_reordered(chains, runs))[1:]
+        shorter = _without_surplus(runs, layers, len(self.kinds[0].table.costs))
+        return self._estimated(np.concatenate([chains, chains]), np.concatenate([runs, shorter]))[0]
+
+    def _estimated(self, chains: Ints, runs: Ints) -> tuple[Candidates, Ints, Ints, Floats]:
+        """Those of some pipelines that fit with the least estimated steps over the same devices; with their kinds, the stages of each and
+        the layers that these hold.
+        """
+        chains, runs = _distinct(chains, runs)
         devices = self._devices(chains, runs)
-        count = limits.most_of(devices)
-        estimate = estimates.of(chains, runs, np.maximum(1, count))
-        known = np.isfinite(estimate.bottleneck_s) & (count >= 1)
-        chains, runs, count, bottleneck_s = chains[known], runs[known], count[known], estimate.bottleneck_s[known]
-        return Candidates(
+        count = np.maximum(1, self._limits.most_of(devices))
+        estimate = self._estimates.of(chains, runs, count)
+        table = Candidates(
             places=_objects([partial(self._places, *row) for row in zip(chains.tolist(), runs.tolist(), strict=True)]),
+            stages=runs.sum(axis=1),
             sizes=np.full(len(count), self.size, dtype=np.int64),
-            devices=devices[known],
+            devices=devices,
             count=count,
             micro_batches=-(-self.predictor.global_batch // (self.size * count)),
-            bottleneck_s=bottleneck_s,
-            filling_s=self._filling * (runs.sum(axis=1) - 1) * bottleneck_s + estimate.messages_s[known],
-            sync_s=estimate.sync_s[known],
+            bottleneck_s=estimate.bottleneck_s,
+            filling_s=self._filling * (runs.sum(axis=1) - 1) * estimate.bottleneck_s + estimate.messages_s,
+            sync_s=estimate.sync_s,
             zero=self.zero,
         )
+        kept = best_per_devices(-table.alike_s(self.predictor.global_batch), devices, _KEPT)
+        kept = kept[np.isfinite(estimate.bottleneck_s[kept]) & (self._limits.most_of(devices[kept]) >= 1)]
+        return table.select(kept), chains[kept], runs[kept], estimate.layers[kept]
 
     def _runs(self) -> Iterator[Runs]:
         room, samples = self._limits.room, self.predictor.global_batch

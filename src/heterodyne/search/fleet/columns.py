@@ -3,12 +3,13 @@
 The reduced value of a pipeline is the samples that it does in a given time, less what its devices are worth elsewhere: the dual prices of
 the relaxed knapsack over all candidates (`counts`). The time is the one in which fractions of pipelines just do the batch. A step ends with
 the longest exchange of gradients, and a ring runs at the pace of its slowest link; so there is one relaxation for each set of pools
-without the slowest links, and for each bound on what a pipeline may expose of the exchange.
+without the slowest links, and for each bound on what a pipeline may expose of the exchange. Pipelines exchange stage by stage where they
+are cut alike, else in parts of stages, which takes longer; so there is one too for pipelines over a pool each with as many stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,11 +17,12 @@ import numpy as np
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.candidates import Candidates
-from heterodyne.search.fleet.counts import Limits, best_per_devices, capacities, relaxed, shortest_s
+from heterodyne.search.fleet.counts import Limits, best_per_devices, relaxed, shortest_s
 
 __all__ = ["Relaxation", "columns_of", "relaxations"]
 
-_QUANTILES = (1.0, 0.7, 0.5, 0.35, 0.2, 0.1, 0.05)  # of exposed sync, up to which candidates are looked at
+_QUANTILES = (1.0, 0.7, 0.5, 0.35, 0.2, 0.1, 0.05)
+_FEW = 8
 _LATER = (1.0, 1.1, 1.25)  # whole numbers of pipelines take longer than fractions
 
 
@@ -46,9 +48,25 @@ class Relaxation:
 
 
 def relaxations(candidates: Candidates, fleet: Fleet, limits: Limits, samples: int) -> list[Relaxation]:
-    """The one over all candidates, and each that is faster than those before it with slower links or more to exchange."""
-    found: list[Relaxation] = []
-    links = _links_s(fleet)
+    """The fastest of pipelines that are cut alike, the fastest of all, and that of all whatever they exchange; none if no mix keeps the limits."""
+    alone = candidates.select((candidates.devices > 0).sum(axis=1) == 1)
+    aligned = [
+        _fastest(alone.select(alone.stages == count), fleet, limits, samples, (1.0,))
+        for count in np.unique(alone.stages)
+    ]
+    found = sorted((own for own in aligned if own is not None), key=lambda own: own.step_s)[:1]
+    for quantiles in (_QUANTILES, None):
+        own = _fastest(candidates, fleet, limits, samples, quantiles)
+        found += [] if own is None else [own]
+    return found
+
+
+def _fastest(
+    candidates: Candidates, fleet: Fleet, limits: Limits, samples: int, quantiles: Sequence[float] | None
+) -> Relaxation | None:
+    """``quantiles``: of exposed sync, up to which candidates are looked at; None: it is not counted."""
+    best: Relaxation | None = None
+    links = _links_s(fleet) if quantiles else np.zeros(len(fleet.pools))
     own_links = np.where(candidates.devices > 0, links, 0.0).max(axis=1)
     for slowest in sorted(set(links[limits.room > 0].tolist()), reverse=True):
         room: Ints = np.where(links <= slowest, limits.room, 0)
@@ -57,28 +75,30 @@ def relaxations(candidates: Candidates, fleet: Fleet, limits: Limits, samples: i
             break
         # In a ring with others each goes at the pace of the slowest link.
         paced = np.where(own_links[inside] > 0, slowest / np.maximum(own_links[inside], 1e-30), 1.0)
-        sync_s = candidates.sync_s[inside] * paced
+        sync_s = candidates.sync_s[inside] * paced if quantiles else np.zeros(len(inside))
         own = replace(limits, room=room)
-        for most_s in sorted({float(np.quantile(sync_s, q, method="higher")) for q in _QUANTILES}, reverse=True):
+        for most_s in sorted({float(np.quantile(sync_s, q, method="higher")) for q in quantiles or (1.0,)}, reverse=True):
             part = candidates.select(inside[sync_s <= most_s])
-            if found and not _does(part, own, samples, found[-1].step_s - most_s):
+            if best is not None and not _does(part, own, samples, best.step_s - most_s):
                 continue
             once_s = part.bottleneck_s + part.filling_s
             times = shortest_s(part.bottleneck_s, once_s, part.sizes, part.devices, own, samples)
-            if times is not None and (not found or times[1] + most_s < found[-1].step_s):
-                bound_s, about_s = times
-                found.append(
-                    Relaxation(bound_s=bound_s, pipelines_s=about_s, sync_s=most_s, limits=own, candidates=part)
+            if times is not None and (best is None or times[1] + most_s < best.step_s):
+                bound_s = times[0] if best is None else best.bound_s
+                best = Relaxation(
+                    bound_s=bound_s, pipelines_s=times[1], sync_s=most_s, limits=own, candidates=part
                 )
-    return found
+    return best
 
 
 def columns_of(relaxation: Relaxation, most: int) -> list[int]:
     """Indices of about ``most`` of its candidates."""
     part, chosen = relaxation.candidates, dict[int, None]()
     for later in _LATER:
-        once_s = part.bottleneck_s + part.filling_s
-        capacity = capacities(part.bottleneck_s, once_s, part.sizes, later * relaxation.pipelines_s)
+        seconds = later * relaxation.pipelines_s
+        if int(relaxation.limits.room.sum()) <= _FEW:
+            chosen.update(dict.fromkeys(_paired(part, part.capacity(seconds - part.sync_s), relaxation.limits, most)))
+        capacity = part.capacity(seconds)
         if later > 1:
             capacity = np.floor(capacity / part.sizes) * part.sizes
         chosen.update(dict.fromkeys(_of_value(part, capacity, relaxation.limits, most // 4)))
@@ -101,10 +121,20 @@ def _of_value(candidates: Candidates, capacity: Floats, limits: Limits, most: in
             yield from which[np.argsort(-own[which], kind="stable")][: max(1, most // len(sizes))].tolist()
 
 
+def _paired(candidates: Candidates, capacity: Floats, limits: Limits, most: int) -> list[int]:
+    """Those of the pairs that do most together."""
+    keep = best_per_devices(capacity, candidates.devices)
+    keep = keep[capacity[keep] > 0]
+    devices, own = candidates.devices[keep], capacity[keep]
+    both = np.where(np.all(devices[:, None] + devices[None, :] <= limits.room, axis=2), own[:, None] + own[None, :], -1.0)
+    order = np.argsort(-both, axis=None, kind="stable")[:most]
+    found: list[int] = keep[np.unique(np.unravel_index(order, both.shape))].tolist()
+    return found
+
+
 def _does(candidates: Candidates, limits: Limits, samples: int, seconds: float) -> bool:
     """Whether fractions of pipelines do more than the batch in a time."""
-    once_s = candidates.bottleneck_s + candidates.filling_s
-    capacity = capacities(candidates.bottleneck_s, once_s, candidates.sizes, seconds)
+    capacity = candidates.capacity(seconds)
     keep = best_per_devices(capacity, candidates.devices)
     done = relaxed(capacity[keep], candidates.devices[keep], limits)
     return done is not None and done.samples > samples

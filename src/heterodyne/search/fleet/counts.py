@@ -13,6 +13,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from heterodyne.search.fleet.arrays import Floats, Ints
+from heterodyne.search.fleet.packing import Packing
 from heterodyne.search.fleet.quiet import quiet
 
 __all__ = ["Limits", "Relaxed", "best_per_devices", "relaxed", "shortest_s", "whole"]
@@ -72,14 +73,16 @@ class Relaxed:
 def relaxed(capacity: Floats, devices: Ints, limits: Limits) -> Relaxed | None:
     """The relaxed knapsack for templates that each do ``capacity`` samples in the given time; None if the limits are infeasible."""
     left, right = limits.rows(devices)
-    found = linprog(-capacity, A_ub=left, b_ub=right, bounds=(0, None), method="highs")
-    if found.status != 0:
-        return None
-    marginals = -np.asarray(found.ineqlin.marginals)
-    prices = marginals[: devices.shape[1]]
+    samples, found = Packing(right, capacity, left).most() if right.min() >= 0 else (0.0, None)
+    if found is None:
+        solved = linprog(-capacity, A_ub=left, b_ub=right, bounds=(0, None), method="highs")
+        if solved.status != 0:
+            return None
+        samples, found = -float(solved.fun), -np.asarray(solved.ineqlin.marginals)
+    prices = found[: devices.shape[1]]
     if limits.prices is not None and np.isfinite(limits.budget):
-        prices = prices + marginals[devices.shape[1]] * limits.prices
-    return Relaxed(samples=float(capacity @ np.asarray(found.x, float)), prices=prices)
+        prices = prices + found[devices.shape[1]] * limits.prices
+    return Relaxed(samples=samples, prices=prices)
 
 
 def shortest_s(
@@ -109,7 +112,7 @@ def shortest_s(
     return bound_s, at_s
 
 
-def capacities(longest_s: Floats, total_s: Floats, sizes: Ints, seconds: float) -> Floats:
+def capacities(longest_s: Floats, total_s: Floats, sizes: Ints, seconds: float | Floats) -> Floats:
     """Samples that each pipeline does in ``seconds``, with fractional micro-batches. Shape [templates]."""
     rounds: Floats = np.maximum(0.0, 1 + (seconds - total_s) / longest_s)
     return sizes * rounds

@@ -111,12 +111,13 @@ class Covering:
             best = np.argsort(-worth, kind="stable")[:_COLUMNS]
             if packing.columns and worth[best[0]] <= 1 + _SLACK:
                 return True, prices
-            for row in (row for row in best.tolist() if worth[row] > 0):
-                used = np.zeros(len(room))
-                used[-1] = 1.0
+            best = best[worth[best] > 0]
+            used = np.zeros((len(room), len(best)))
+            used[-1] = 1.0
+            for column, row in enumerate(best.tolist()):
                 for kind in patterns(row):
-                    used[pool[kind]] += devices[kind]
-                packing.add(float(own.samples[row]), used)
+                    used[pool[kind], column] += devices[kind]
+            packing.add(own.samples[best].astype(float), used)
             samples, found = packing.most()
             if found is None or samples >= batch:
                 return True, prices

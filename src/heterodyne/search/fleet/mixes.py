@@ -29,12 +29,14 @@ class Mixes:
     Args:
         schedule: under which in-flight micro-batches are counted and pipelines fill.
         waits: False: the bottleneck rank of a pipeline is taken as never idle.
+        shards: pipelines that share state; None: as many replicas as there are devices for.
     """
 
     predictor: Predictor
     space: Space
     schedule: ScheduleName = "1F1B"
     waits: bool = True
+    shards: int | None = None
     _once: dict[Template, float] = field(default_factory=dict, repr=False)
 
     def _devices(self, columns: Sequence[Template]) -> Ints:
@@ -156,13 +158,12 @@ class Mixes:
 
     def _room(self, template: Template, limits: Limits) -> int:
         """Micro-batches for which there is memory at some level."""
-        most = 0
+        most, shards = 0, self.shards or int(limits.most_of(self._devices([template]))[0])
         for zero in self.space.zero:
             if zero == 0 and 1 in self.space.zero:
                 continue  # which needs no more memory
-            most = max(
-                most, self.predictor.pipeline_memory.most_micro_batches(template, self.schedule, limits.least, zero)
-            )
+            own = self.predictor.pipeline_memory.most_micro_batches(template, self.schedule, max(1, shards), zero)
+            most = max(most, own)
             if most * template.micro_batch >= self.predictor.global_batch:
                 break
         return most

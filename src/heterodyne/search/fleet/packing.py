@@ -17,26 +17,32 @@ _PIVOTS = 200
 
 
 class Packing:
-    """Of columns that are added one by one. ``room``: of each row, not negative."""
+    """Of columns, more of which may be added.
 
-    def __init__(self, room: Floats) -> None:
+    Args:
+        room: of each row, not negative.
+        worth: of columns. ``need``: of each row's room, of some at least. Shape [rows, columns].
+    """
+
+    def __init__(self, room: Floats, worth: Floats | None = None, need: Floats | None = None) -> None:
         self._room = room
-        self._worth = [0.0] * len(room)
-        self._need = list(np.eye(len(room)))
+        self._worth, self._need = np.zeros(len(room)), np.eye(len(room))
         self._basis = list(range(len(room)))
+        if worth is not None and need is not None:
+            self.add(worth, need)
 
     @property
     def columns(self) -> int:
         return len(self._worth) - len(self._room)
 
-    def add(self, samples: float, need: Floats) -> None:
-        """``need``: of each row's room, of some at least."""
-        self._worth.append(samples)
-        self._need.append(need)
+    def add(self, worth: Floats, need: Floats) -> None:
+        """More columns."""
+        self._worth = np.concatenate([self._worth, worth])
+        self._need = np.concatenate([self._need, need], axis=1)
 
     def most(self) -> tuple[float, Floats | None]:
-        """Samples, and the prices of a unit of each row's room; None where rounding keeps it from an end."""
-        worth, need = np.array(self._worth), np.array(self._need).T
+        """The most that columns are worth, and the prices of a unit of each row's room; None where rounding keeps it from an end."""
+        worth, need = self._worth, self._need
         slack = _SLACK * worth.max()
         for _ in range(_PIVOTS):
             try:

@@ -24,6 +24,7 @@ from heterodyne.search.fleet.template_search import most_layers
 __all__ = ["Estimate", "PipelineEstimate"]
 
 _BISECTIONS = 12
+_PARTS = 4  # stages of a kind whose memory is looked at: those ahead have the most micro-batches in flight
 _NO_TIME_S = 1e-12  # of a layer that costs nothing
 _BACKWARD = 2 / 3  # about so much of a stage's work
 
@@ -69,19 +70,25 @@ class PipelineEstimate:
         waits = np.zeros(waits.shape) if overlap else np.where(joined[:, None], waits, 0.0)
         rounds = np.ceil(self.predictor.global_batch / (self.micro_batch * count))
         behind = runs.sum(axis=1, keepdims=True) - np.cumsum(runs, axis=1)
-        held = np.minimum(behind + (runs + 1) / 2, rounds[:, None])  # by the stages of a kind, about
+        places = np.ceil(runs[..., None] * (np.arange(_PARTS) + 0.5) / _PARTS)  # of some of the stages of a kind
+        held = np.minimum(behind[..., None] + places, rounds[:, None, None])
         plain, again = (self._room(chains, held, count, recompute=recompute) for recompute in (False, True))
         each, more = np.maximum(forward + backward, _NO_TIME_S)[chains], recomputed[chains]
+
+        def layers_in(seconds: Floats) -> Floats:
+            left = np.maximum(0.0, seconds[:, None] - waits)
+            own, less = (left // each)[..., None], (left // (each + more))[..., None]
+            found: Floats = np.maximum(np.minimum(own, plain), np.minimum(less, again)).mean(axis=2)
+            return found
+
         low, high = np.zeros(len(chains)), (each + more).max(axis=1) * layers + waits.max(axis=1)
         for _ in range(_BISECTIONS):
             middle = (low + high) / 2
-            left = np.maximum(0.0, middle[:, None] - waits)
-            done = np.maximum(np.minimum(left // each, plain), np.minimum(left // (each + more), again))
+            done = layers_in(middle)
             enough = (runs * done).sum(axis=1) >= layers
             low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-        left = np.maximum(0.0, high[:, None] - waits)
-        done = np.maximum(np.minimum(left // each, plain), np.minimum(left // (each + more), again))
-        fits = joined & ((runs * np.maximum(plain, again)).sum(axis=1) >= layers)
+        done = layers_in(high)
+        fits = joined & ((runs * np.maximum(plain, again).mean(axis=2)).sum(axis=1) >= layers)
         sent = 2 * (inside * np.maximum(0, runs - 1) + before).sum(axis=1) if overlap else np.zeros(len(chains))
         return Estimate(
             layers=done,
@@ -104,13 +111,13 @@ class PipelineEstimate:
         return forward, backward, again
 
     def _room(self, chains: Ints, held: Floats, count: Ints, *, recompute: bool) -> Floats:
-        """The number of layers for which a stage has memory."""
+        """The number of layers for which a stage has memory. Shape of ``held``: [pipelines, places, some of the stages]."""
+        found = np.zeros(held.shape)
         if recompute and not self.recompute:
-            return np.zeros(chains.shape)
-        found = np.zeros(chains.shape)
+            return found
         for number, kind in enumerate(self.kinds):
             own = chains == number
-            replicas = np.broadcast_to(count[:, None], chains.shape)[own]
+            replicas = np.broadcast_to(count[:, None], chains.shape)[own][:, None]
             found[own] = most_layers(kind, held[own], replicas, self.zero, recompute=recompute)
         return found
 

@@ -44,10 +44,12 @@ __all__ = ["Search"]
 
 _ENOUGH = 1.01  # times what no plan can beat, at which a search ends
 _ALIKE = 80  # pipelines that are cut exactly as alike ones: those that are estimated to be the fastest
-_ALWAYS_PLAYED = 8  # cuts of these that are played, however much work that is
+_ALWAYS_PLAYED = 8  # mixes of a list that are played, however much work that is
 _PLAYED_STAGES = 500  # at most, for one list of mixes
 _PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
 _OTHERS = 6  # that are weighed to be told
+_LEFT_OVER = 8  # pipelines for the devices that the best plan leaves over
+_SOONER = 1 - 1e-6  # times a relaxation, below which another one is shorter
 _LONG = 1e3  # times a relaxation, within which any plan is done
 
 
@@ -109,10 +111,11 @@ class Search:
         most = self.kinds.most_pipelines
         alone, shared = self._candidates(low, 1), self._candidates(low, most)
         yield alone
+        parts = [2**n for n in range(most.bit_length())]
         if not alone.same(shared):
-            yield from (self._candidates(low, shards) for shards in range(2, most + 1))
+            yield from (self._candidates(low, shards) for shards in parts[1:])
         if high and not shared.same(self._candidates(high[-1], most)):
-            yield from (self._candidates(zero, shards) for zero in high for shards in range(1, most + 1))
+            yield from (self._candidates(zero, shards) for zero in high for shards in parts)
 
     @cached_property
     def _cutter(self) -> Cutter:
@@ -158,14 +161,16 @@ class Search:
                 self.ledger.evaluate(mix, schedules=self.space.plain_schedules)
 
     def _run(self, aim: Criterion) -> EvaluatedPlan | None:
+        alike: dict[Template, None] = {}
         columns: dict[Template, None] = {}
-        best = self._alike(columns, aim)
+        best = self._alike(alike, aim)
         self.bound_s = min(self.bound_s, lower_bound_s(self.kinds, self._limits(aim), best))
         if self._enough(best, aim):
             return best
         best = self._mixed(best, columns, aim)
         if best is None or self._enough(best, aim):
             return best
+        columns.update(alike)
         if self.space.schedules != self.space.first_schedules and not self.ledger.late():
             self._propose(best, columns, aim)
         climbing = Climbing(
@@ -197,7 +202,7 @@ class Search:
             columns.update((template, None) for template, _ in cut)
             mixes = [mix_of([(template, count)]) for template, count in cut]
             # A bound says little of what is exchanged, and to play long pipelines is much work.
-            best = self._played(mixes[:_ALWAYS_PLAYED], None, aim, self.space.plain_schedules, anyway=_ALWAYS_PLAYED)
+            best = self._played(mixes[:_ALWAYS_PLAYED], None, aim, self.space.plain_schedules)
             best = self._played(mixes[_ALWAYS_PLAYED:], best, aim, self.space.plain_schedules)
             if best is not None:
                 return best
@@ -205,37 +210,56 @@ class Search:
 
     def _mixed(self, best: EvaluatedPlan | None, columns: dict[Template, None], aim: Criterion) -> EvaluatedPlan | None:
         """The best mix of the selected templates, which are added to the columns."""
-        samples = self.predictor.global_batch
+        samples, about_s = self.predictor.global_batch, inf
         for level in self._levels():
             if self.ledger.late():
                 break
             limits = self._limits(aim, level.shards or 1)
-            candidates = level.within(replace(limits, least=1))
-            found = relaxations(candidates, self.fleet, limits, samples) if len(candidates) else []
-            if not found or (aim.by_time and best is not None and found[0].bound_s >= best.predicted.step_s):
-                continue
-            for relaxation in {id(own): own for own in (found[0], found[-1])}.values():
+            free = replace(limits, least=1)
+            candidates = level.within(free)
+            found = relaxations(candidates, self.fleet, free, samples) if len(candidates) else []
+            if not found or found[-1].pipelines_s >= about_s * _SOONER:
+                continue  # to share state among more pipelines helps none
+            about_s = found[-1].pipelines_s
+            proposed = replace(self._mixes, shards=level.shards)
+            for relaxation in found:
                 chosen = columns_of(relaxation, self.space.columns)
                 cut = relaxation.candidates.cut(chosen, self._cutter, samples)
-                columns.update((template, None) for template, _ in cut)
-                mixes = self._mixes.alike(list(columns), relaxation.limits)
-                best = self._played(mixes, best, aim, self.space.first_schedules)
-                best = self._counted(list(columns), relaxation, best, aim)
-            if best is not None and not self.kinds.few:
-                break
+                own = list(dict.fromkeys(template for template, _ in cut))
+                columns.update(dict.fromkeys(own))
+                best = self._played(proposed.alike(own, relaxation.limits), best, aim, self.space.first_schedules)
+                best = self._counted(list(columns), relaxation, proposed, best, aim)
+            if best is not None:
+                columns.update(dict.fromkeys(self._left_over(candidates, best, free)))
+                if not self.kinds.few:
+                    break
         return best
 
+    def _left_over(self, candidates: Candidates, best: EvaluatedPlan, limits: Limits) -> list[Template]:
+        """Pipelines that do most in the step of a plan on the devices that it leaves over."""
+        used = np.array([best.plan.devices.get(pool.name, 0) for pool in self.fleet.pools], dtype=np.int64)
+        spare = candidates.within(replace(limits, room=limits.room - used))
+        samples = spare.capacity(best.predicted.step_s) * spare.count
+        most = np.argsort(-samples, kind="stable")[:_LEFT_OVER]
+        return [template for template, _ in spare.cut(most.tolist(), self._cutter, self.predictor.global_batch)]
+
     def _counted(
-        self, columns: Sequence[Template], relaxation: Relaxation, best: EvaluatedPlan | None, aim: Criterion
+        self,
+        columns: Sequence[Template],
+        relaxation: Relaxation,
+        proposed: Mixes,
+        best: EvaluatedPlan | None,
+        aim: Criterion,
     ) -> EvaluatedPlan | None:
         """The best mix of whole numbers of columns, and what is known."""
-        limits = relaxation.limits
+        limits = replace(relaxation.limits, least=proposed.shards or 1)
         known_s = _LONG * relaxation.step_s if best is None else best.predicted.step_s
-        own = self._mixes.worth_most(columns, limits, known_s)
-        mixes = self._mixes.unlike(own, limits, (relaxation.bound_s, known_s))
+        own = proposed.worth_most(columns, limits, known_s)
+        pipelines_s = max(relaxation.pipelines_s, known_s - relaxation.sync_s)
+        mixes = proposed.unlike(own, limits, (relaxation.bound_s, pipelines_s))
         best = self._played(list(dict.fromkeys(mixes)), best, aim, self.space.first_schedules)
         if best is not None:
-            pairs = self._mixes.pairs(own, limits, best.predicted.step_s)
+            pairs = proposed.pairs(columns if self.kinds.few else own, limits, best.predicted.step_s)
             best = self._played(pairs, best, aim, self.space.first_schedules)
         return best
 
@@ -249,10 +273,8 @@ class Search:
         best: EvaluatedPlan | None,
         aim: Criterion,
         schedules: tuple[ScheduleName, ...],
-        anyway: int = 0,
     ) -> EvaluatedPlan | None:
-        """The best of the mixes and of what is known. Where the score is not time, bounds only order them. ``anyway``: so many are played
-        whatever work that is.
+        """The best of the mixes and of what is known. Where the score is not time, bounds only order them.
 
         Ties go to larger micro-batches: there are fewer to wait for.
         """
@@ -266,7 +288,7 @@ class Search:
         limit = self.ledger.spent + _PLAYED_STAGES
         for place, (bound_s, _, number) in enumerate(ranked[:_PLAYED]):
             beaten = aim.by_time and best is not None and bound_s >= best.predicted.step_s
-            if beaten or self.ledger.late() or (place >= anyway and self.ledger.spent > limit):
+            if beaten or self.ledger.late() or (place >= _ALWAYS_PLAYED and self.ledger.spent > limit):
                 break
             weighed = self.ledger.evaluate(mixes[number], aim.below_s(best), schedules)
             if aim.better(weighed, best):
