@@ -51,7 +51,7 @@ class Contiguous:
 
     def _rows(self) -> Iterator[tuple[list[Kind], int]]:
         search = self.search
-        for size in search.rows.sizes:
+        for size in search.kinds.sizes:
             widths = {pool.name: self._widths(pool.name, size) for pool in search.fleet.pools}
             for count in range(1, min(self.kinds, len(search.fleet.pools)) + 1):
                 for pools in permutations(search.fleet.pools, count):

@@ -59,7 +59,7 @@ def _factors(search: Search, best: EvaluatedPlan) -> dict[str, float]:
     )
     every = Limits(room=np.array([pool.devices for pool in search.fleet.pools], dtype=np.int64))
     used = np.array([sum(t.devices.get(p.name, 0) * n for t, n in mix) for p in search.fleet.pools], dtype=np.int64)
-    bounds_s = [fractional_bound_s(search.rows, limits) for limits in (replace(every, room=used), every)]
+    bounds_s = [fractional_bound_s(search.kinds, limits) for limits in (replace(every, room=used), every)]
     seconds = [own.step_s, own.pipelines_s, full_s, even_s, plain_s, *bounds_s, search.bound_s]
     names = "exchange and update", "filling", "whole layers", "recompute", "widths and sizes", "devices left", "bound"
     return {name: a / b for name, a, b in zip(names, seconds[:-1], seconds[1:], strict=True)}

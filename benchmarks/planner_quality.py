@@ -145,7 +145,7 @@ def _equal(search: Search, costs: LayerProfiles) -> EvaluatedPlan | None:
 
     def options() -> Iterator[EvaluatedPlan | None]:
         layers = len(costs.layers)
-        for width, size in product((1, 2, 4, 8), search.rows.sizes):
+        for width, size in product((1, 2, 4, 8), search.kinds.sizes):
             if any(search.tables.table(pool.kind, Widths(width), size) is None for pool in search.fleet.pools):
                 continue
             mix = mix_of(
@@ -207,7 +207,7 @@ def _two_stages(search: Search, costs: LayerProfiles) -> EvaluatedPlan | None:
 def _pairs(fleet: Fleet, search: Search, costs: LayerProfiles) -> Iterator[tuple[Template, int]]:
     layers = len(costs.layers)
     for first, last in permutations(fleet.pools, 2):
-        for size, a, b in product(search.rows.sizes, costs.widths(first.kind), costs.widths(last.kind)):
+        for size, a, b in product(search.kinds.sizes, costs.widths(first.kind), costs.widths(last.kind)):
             if a.copies > 1 or b.copies > 1:
                 continue  # plain pipelines: nothing but tensor parallelism in a stage
             if a.devices > first.devices_per_node or b.devices > last.devices_per_node:

@@ -218,9 +218,10 @@ class Search:
             free = replace(limits, least=1)
             candidates = level.within(free)
             found = relaxations(candidates, self.fleet, free, samples) if len(candidates) else []
-            if not found or found[-1].pipelines_s >= about_s * _SOONER:
-                continue  # to share state among more pipelines helps none
-            about_s = found[-1].pipelines_s
+            # Levels above 1 exchange all that those below do, and more.
+            if not found or (level.zero > 1 and found[-1].pipelines_s >= about_s * _SOONER):
+                continue
+            about_s = min(about_s, found[-1].pipelines_s)
             proposed = replace(self._mixes, shards=level.shards)
             for relaxation in found:
                 chosen = columns_of(relaxation, self.space.columns)

@@ -38,7 +38,7 @@ class _Tight:
 
 def why_not(search: Search, objective: Objective | None = None) -> str:
     """A sentence on why the search space has no feasible plan."""
-    if not search.rows.sizes:
+    if not search.kinds.sizes:
         return "the costs of the layers are not known for any device of the fleet at any size of micro-batch"
     if search.evaluated:
         if objective is not None and objective.usd_per_hour is not None:
@@ -76,7 +76,7 @@ def _too_dear(budget: float, search: Search) -> str:
 def _tightest(search: Search) -> Iterator[_Tight]:
     """For each device kind and micro-batch size: as many stages as allowed, with bytes divided as evenly as possible."""
     space = search.space
-    for size in search.rows.sizes:
+    for size in search.kinds.sizes:
         for kind in kinds_of(search.fleet, search.tables, size, space):
             layers = len(kind.table.costs)
             devices = search.fleet.pools[kind.pool].devices

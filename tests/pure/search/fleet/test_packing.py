@@ -19,7 +19,7 @@ def test_as_much_as_the_library_finds_at_prices_that_prove_it() -> None:
         for _ in range(6):
             own, need = float(chance.integers(1, 50)), chance.integers(0, 4, rows).astype(float)
             need[chance.integers(rows)] += 1
-            packing.add(own, need)
+            packing.add(np.array([own]), need[:, None])
             samples, needs = np.append(samples, own), np.column_stack([needs, need])
             most, prices = packing.most()
             assert prices is not None

@@ -13,7 +13,7 @@ from heterodyne.errors import InfeasibleError
 from heterodyne.predictor.layer_costs import predicted_layers
 from heterodyne.predictor.transformer import Transformer
 from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, mix_of
-from heterodyne.search.fleet.kinds import chosen_of, kinds_of, usable_widths
+from heterodyne.search.fleet.kinds import kinds_of, usable_widths
 from heterodyne.search.fleet.plan import Template, TemplateStage
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.ring_network import RingNetwork
@@ -86,29 +86,6 @@ def test_stages_may_have_whole_nodes_but_layers_are_in_parts_inside_one() -> Non
     )
     assert usable_widths(widths, 8) == tuple(own for own in widths if own.tensor <= 8 and own.devices != 12)
     assert usable_widths(widths, 6) == ((1, 1, 1), (1, 12, 1))
-
-
-def test_where_the_work_would_be_too_much_a_few_kinds_stand_for_all() -> None:
-    fleet = Fleet(name="f", pools=(_pool("fast", 4), _pool("slow", 4)))
-    search = search_of(fleet, _costs(experts=0.5), 64)
-    kinds = kinds_of(fleet, search.tables, 2, Space())
-    per_node = {pool.name: pool.devices_per_node for pool in fleet.pools}
-    all_of_them = chosen_of(kinds, Space(), per_node)
-    few = chosen_of(kinds, Space(cells=1), per_node)
-    assert all_of_them.kinds == kinds
-    for pool in (0, 1):
-        for devices in {kind.devices for kind in kinds}:
-            own = [kind for kind in kinds if (kind.pool, kind.devices) == (pool, devices)]
-            kept = [kind for kind in few.kinds if (kind.pool, kind.devices) == (pool, devices)]
-            seconds = [kind.table.forward_s(0, 10) for kind in own]
-            needed = [kind.table.memory(0, 10, recompute=True, held=1).total for kind in own]
-            assert len(kept) <= 2
-            assert min(seconds) in [kind.table.forward_s(0, 10) for kind in kept]
-            assert min(needed) in [kind.table.memory(0, 10, recompute=True, held=1).total for kind in kept]
-    best, small = (search_of(fleet, _costs(experts=0.5), 64, s).run(_step_s) for s in (Space(), Space(cells=1)))
-    assert best is not None
-    assert small is not None
-    assert _step_s(small) <= 1.05 * _step_s(best)
 
 
 def _synced(template: Template, count: int, fleet: Fleet, costs: Drawn) -> tuple[float, float, float]:

@@ -15,14 +15,13 @@ from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.errors import InfeasibleError
 from heterodyne.search.fleet.comm_volume import EXCHANGED
 from heterodyne.search.fleet.evaluated_plan import Mix
-from heterodyne.search.fleet.kinds import Kind, kinds_of
+from heterodyne.search.fleet.kinds import kinds_of
 from heterodyne.search.fleet.plan import ZERO_LEVELS, Template, TemplateStage
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.stage_costs import Sharing, StageCosts
 from heterodyne.search.fleet.tables import Table
 from pure.search.fleet.small import GIB, drawn, search_of
 
@@ -70,49 +69,6 @@ def test_the_layers_that_are_whole_at_a_time_are_neighbours() -> None:
     for start, stop, scale in ((0, 1, 5), (1, 2, 1), (0, 2, 6), (0, 4, 7), (1, 3, 5)):
         own = table.memory(start, stop, recompute=False, held=0, replicas=many, zero=3)
         assert own.passing == WORKSPACE + scale * (GRADIENTS + PARAMETERS)
-
-
-class _Rated(RingNetwork):
-    """Bytes take what is said."""
-
-    rates = (0.0, 0.0)
-
-    def least_s_per_byte(self, pool: str, widths: Widths, replicas: int) -> tuple[float, float]:
-        return self.rates
-
-
-def test_the_seconds_of_stages_are_memory_and_passes_stage_by_stage() -> None:
-    chance = random.Random(7)
-    for _ in range(40):
-        layers = chance.randint(1, 6)
-        widths = chance.choice([Widths(), Widths(2), Widths(data=2), Widths(1, 2, 2)])
-        table = Table([layer(chance.choice([0.0, 0.5]), chance.randint(1, 4)) for _ in range(layers)], widths)
-        replicas, zero, held = chance.choice([1, 2, 5]), chance.choice(ZERO_LEVELS), chance.randint(1, 4)
-        room = chance.uniform(0.2, 1.5) * 900 * layers
-        rates = (chance.uniform(0, 0.01), chance.uniform(0, 0.01))
-        network = _Rated(drawn(chance)[0])
-        object.__setattr__(network, "rates", rates)
-        sharing = Sharing(replicas=replicas, zero=(zero,), least=replicas, network=network)
-        kind = Kind(pool=0, name="p", widths=widths, memory_bytes=room, table=table)
-        costs = StageCosts([kind], sharing, held=4, recompute=True)
-        for start, stop in product(range(layers), range(1, layers + 1)):
-            if start >= stop:
-                continue
-            carried = _carried(table, start, stop, replicas)
-            # Of experts a node sends at least what one of its devices has.
-            gather, scatter = (
-                min(rates[0] * device, rates[1] * max(dense, device)) if zero >= level else 0.0
-                for (device, dense, _), level in ((carried["parameters"], 3), (carried["gradients"], 2))
-            )
-            best = float("inf")
-            for again in (False, True):
-                need = table.memory(start, stop, recompute=again, held=held, replicas=replicas, zero=zero).total
-                if need <= room:
-                    backward_s = table.backward_s(start, stop, again)
-                    own_s = max(table.forward_s(start, stop), gather) + max(backward_s, gather + scatter)
-                    best = min(best, own_s)
-            found = costs.of(np.array(0), held, np.array(start)).until(np.array(stop))
-            assert found == pytest.approx(best)
 
 
 def test_a_ring_carries_what_its_devices_do_not_keep() -> None:
@@ -192,28 +148,6 @@ def test_of_all_levels_the_best_is_weighed_whatever_the_memory(number: int) -> N
             if best is not None and least is not None:
                 assert best.predicted.step_s == pytest.approx(least)
                 assert best.predicted.peak_share <= 1
-
-
-@pytest.mark.parametrize("number", range(20))
-def test_what_shapes_take_beside_passes_is_never_more_than_what_a_plan_does(number: int) -> None:
-    chance = random.Random(900 + number)
-    fleet, costs, samples = drawn(chance)
-    search = search_of(fleet, costs, samples)
-    for mix in _mixes(search, chance):
-        replicas = sum(count for _, count in mix)
-        for zero, layout in product((2, 3), ("stages", "pipelines")):
-            played = search.predictor.played(mix, "1F1B", layout, zero)  # type: ignore[arg-type]
-            for (template, _), least in product(mix, (2, replicas)):
-                if replicas < 2:
-                    continue
-                kinds = kinds_of(fleet, search.tables, template.micro_batch, Space())
-                sharing = Sharing(replicas=10**6, zero=(zero,), least=least, network=search.predictor.network)
-                for stage, own in zip(template.stages, played[template].stages, strict=True):
-                    kind = next(k for k in kinds if (k.name, k.widths) == (stage.pool, stage.widths))
-                    kind = replace(kind, memory_bytes=1e15)
-                    costs_of = StageCosts([kind], sharing, held=1, recompute=False)
-                    bound = costs_of.of(np.array(0), 1, np.array(stage.start)).until(np.array(stage.stop))
-                    assert bound <= (own.forward_s + own.backward_s) * (1 + 1e-9)
 
 
 @dataclass(frozen=True, kw_only=True)
