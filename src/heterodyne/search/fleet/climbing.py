@@ -46,11 +46,6 @@ class Climbing:
     def _starts(self) -> int:
         return _STARTS_OF_FEW if self.kinds.few else _STARTS
 
-    @property
-    def _work(self) -> int:
-        """Stages that are played. Where whole numbers do not matter there are fewer local optima, and pipelines are longer."""
-        return self.space.work if self.kinds.few else self.space.work // _PART_OF_MANY
-
     def improved(self, best: EvaluatedPlan) -> EvaluatedPlan:
         """The best plan reached by climbing from the best mixes and from the best alike pipelines: the better start may lead to the worse
         end.
@@ -60,7 +55,7 @@ class Climbing:
         starts = dict(ranked[: self._starts])
         starts.update([entry for entry in ranked if len(entry[0]) == 1][:1])
         climbs = [(mix, start, start.plan.schedule, self.space.plain_schedules) for mix, start in starts.items()]
-        return self._climbed(best, climbs, self._work)
+        return self._climbed(best, climbs, self.space.work)
 
     def rescheduled(self, best: EvaluatedPlan, schedules: tuple[ScheduleName, ...]) -> EvaluatedPlan:
         """The best plan under schedules that are not tried first; interleaved ones with every number of virtual stages, and on few devices
@@ -95,7 +90,8 @@ class Climbing:
             limit_s = best.predicted.step_s * nearly
             options = [mix for mix in options if self.predictor.bound_at_most(mix, limit_s)]
             options = ascending(options, self.predictor.bound_s, self._least_sync_and_update_s, limit_s)
-        work = self._work
+        # To play orders takes longer the more stages there are; what pipelines wait is then a smaller part.
+        work = self.space.work if small else self.space.work // _PART_OF_MANY
         limit = self.ledger.spent + work
         found: dict[Mix, EvaluatedPlan] = {}
         for mix in dict.fromkeys(chain(known[:1], options)):

@@ -253,6 +253,8 @@ class Search:
         aim: Criterion,
     ) -> EvaluatedPlan | None:
         """The best mix of whole numbers of columns, and what is known."""
+        if not columns:
+            return best
         limits = replace(relaxation.limits, least=proposed.shards or 1)
         known_s = _LONG * relaxation.step_s if best is None else best.predicted.step_s
         own = proposed.worth_most(columns, limits, known_s)

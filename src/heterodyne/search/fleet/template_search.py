@@ -138,13 +138,18 @@ class TemplateSearch:
         return -(-self.samples // (self.micro_batch * replicas))
 
     def _fractional_s(self, replicas: Ints) -> Floats:
-        """The bottleneck time at which all devices do all layers in fractions; very long where no pool has enough of them."""
+        """The bottleneck time at which all devices do all layers in fractions, or a single one whole; very long where no pool has enough
+        devices.
+        """
         pace = np.zeros((len(self.room), len(replicas)))
+        layer_s = np.inf
         for kind in self.kinds:
             forward, backward, _ = self._passes(kind)
-            own = (self.room[kind.pool] // replicas // kind.devices) / max(_NO_TIME_S, forward + backward)
+            each_s = max(_NO_TIME_S, forward + backward)
+            own = np.minimum(self.room[kind.pool] // replicas // kind.devices, self.stages) / each_s
             pace[kind.pool] = np.maximum(pace[kind.pool], own)
-        found: Floats = self._model_layers / np.maximum(pace.sum(axis=0), _NO_TIME_S)
+            layer_s = min(layer_s, each_s)
+        found: Floats = np.maximum(layer_s, self._model_layers / np.maximum(pace.sum(axis=0), _NO_TIME_S))
         return found
 
     def _passes(self, kind: Kind) -> tuple[float, float, float]:
@@ -258,17 +263,17 @@ class _Block:
 
 
 def most_layers(kind: Kind, held: Floats | Ints, replicas: Floats | Ints, zero: int, *, recompute: bool) -> Floats:
-    """The number of layers for which a stage has memory, if every layer is like one in the middle of the model.
+    """The number of layers for which a stage has memory, if every layer is like the mean of the model.
 
     Args:
         held: micro-batches in flight. ``replicas``: that shard state. They broadcast to one shape.
     """
-    middle = len(kind.table.costs) // 2
-    own = kind.table.memory(middle, middle + 1, recompute=recompute, held=1, replicas=2, zero=zero)
+    layers = len(kind.table.costs)
+    own = kind.table.memory(0, layers, recompute=recompute, held=1, replicas=2, zero=zero)
     state = (own.optimizer, own.gradients, own.parameters)  # sharded from levels 1, 2 and 3 on
     sharded = sum(2 * size for level, size in enumerate(state, 1) if level <= zero)
     whole = sum(size for level, size in enumerate(state, 1) if level > zero)
-    room = max(0.0, kind.memory_bytes - own.passing)
+    room = max(0.0, kind.memory_bytes - own.passing) * layers
     found: Floats = np.floor(room / np.maximum(1.0, whole + sharded / replicas + held * own.activations))
     return found
 
