@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from heterodyne.search.fleet.counts import Limits, best_per_devices, relaxed, sh
 __all__ = ["Relaxation", "columns_of", "relaxations"]
 
 _QUANTILES = (1.0, 0.7, 0.5, 0.35, 0.2, 0.1, 0.05)
+_NEARLY = 1.2  # times the fastest relaxation
 _FEW = 8
 _LATER = (1.0, 1.1, 1.25)  # whole numbers of pipelines take longer than fractions
 
@@ -48,17 +50,18 @@ class Relaxation:
 
 
 def relaxations(candidates: Candidates, fleet: Fleet, limits: Limits, samples: int) -> list[Relaxation]:
-    """The fastest of pipelines that are cut alike, the fastest of all, and that of all whatever they exchange; none if no mix keeps the limits."""
+    """The fastest of pipelines that are cut alike, the fastest of all, and that of all whatever they exchange, as far as these come near the
+    fastest; none if no mix keeps the limits.
+    """
     alone = candidates.select((candidates.devices > 0).sum(axis=1) == 1)
     aligned = [
         _fastest(alone.select(alone.stages == count), fleet, limits, samples, (1.0,))
         for count in np.unique(alone.stages)
     ]
-    found = sorted((own for own in aligned if own is not None), key=lambda own: own.step_s)[:1]
-    for quantiles in (_QUANTILES, None):
-        own = _fastest(candidates, fleet, limits, samples, quantiles)
-        found += [] if own is None else [own]
-    return found
+    every = sorted((own for own in aligned if own is not None), key=lambda own: own.step_s)[:1]
+    every += [own for own in (_fastest(candidates, fleet, limits, samples, q) for q in (_QUANTILES, None)) if own]
+    least_s = min((own.step_s for own in every), default=inf)
+    return [own for own in every if own.step_s <= _NEARLY * least_s]
 
 
 def _fastest(
@@ -66,7 +69,9 @@ def _fastest(
 ) -> Relaxation | None:
     """``quantiles``: of exposed sync, up to which candidates are looked at; None: it is not counted."""
     best: Relaxation | None = None
-    links = _links_s(fleet) if quantiles else np.zeros(len(fleet.pools))
+    if not quantiles:
+        return _relaxation(candidates, limits, samples, float(candidates.sync_s.max(initial=0.0)))
+    links = _links_s(fleet)
     own_links = np.where(candidates.devices > 0, links, 0.0).max(axis=1)
     for slowest in sorted(set(links[limits.room > 0].tolist()), reverse=True):
         room: Ints = np.where(links <= slowest, limits.room, 0)
@@ -75,20 +80,25 @@ def _fastest(
             break
         # In a ring with others each goes at the pace of the slowest link.
         paced = np.where(own_links[inside] > 0, slowest / np.maximum(own_links[inside], 1e-30), 1.0)
-        sync_s = candidates.sync_s[inside] * paced if quantiles else np.zeros(len(inside))
+        sync_s = candidates.sync_s[inside] * paced
         own = replace(limits, room=room)
-        for most_s in sorted({float(np.quantile(sync_s, q, method="higher")) for q in quantiles or (1.0,)}, reverse=True):
+        for most_s in sorted({float(np.quantile(sync_s, q, method="higher")) for q in quantiles}, reverse=True):
             part = candidates.select(inside[sync_s <= most_s])
             if best is not None and not _does(part, own, samples, best.step_s - most_s):
                 continue
-            once_s = part.bottleneck_s + part.filling_s
-            times = shortest_s(part.bottleneck_s, once_s, part.sizes, part.devices, own, samples)
-            if times is not None and (best is None or times[1] + most_s < best.step_s):
-                bound_s = times[0] if best is None else best.bound_s
-                best = Relaxation(
-                    bound_s=bound_s, pipelines_s=times[1], sync_s=most_s, limits=own, candidates=part
-                )
+            found = _relaxation(part, own, samples, most_s)
+            if found is not None and (best is None or found.step_s < best.step_s):
+                best = found if best is None else replace(found, bound_s=best.bound_s)
     return best
+
+
+def _relaxation(candidates: Candidates, limits: Limits, samples: int, sync_s: float) -> Relaxation | None:
+    once_s = candidates.bottleneck_s + candidates.filling_s
+    times = shortest_s(candidates.bottleneck_s, once_s, candidates.sizes, candidates.devices, limits, samples)
+    if times is None:
+        return None
+    bound_s, about_s = times
+    return Relaxation(bound_s=bound_s, pipelines_s=about_s, sync_s=sync_s, limits=limits, candidates=candidates)
 
 
 def columns_of(relaxation: Relaxation, most: int) -> list[int]:

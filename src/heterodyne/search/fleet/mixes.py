@@ -29,6 +29,7 @@ class Mixes:
     Args:
         schedule: under which in-flight micro-batches are counted and pipelines fill.
         waits: False: the bottleneck rank of a pipeline is taken as never idle.
+        zero: the ZeRO level at which memory is counted.
         shards: pipelines that share state; None: as many replicas as there are devices for.
     """
 
@@ -36,6 +37,7 @@ class Mixes:
     space: Space
     schedule: ScheduleName = "1F1B"
     waits: bool = True
+    zero: int = 0
     shards: int | None = None
     _once: dict[Template, float] = field(default_factory=dict, repr=False)
 
@@ -157,16 +159,9 @@ class Mixes:
             at_s = (low + high) / 2
 
     def _room(self, template: Template, limits: Limits) -> int:
-        """Micro-batches for which there is memory at some level."""
-        most, shards = 0, self.shards or int(limits.most_of(self._devices([template]))[0])
-        for zero in self.space.zero:
-            if zero == 0 and 1 in self.space.zero:
-                continue  # which needs no more memory
-            own = self.predictor.pipeline_memory.most_micro_batches(template, self.schedule, max(1, shards), zero)
-            most = max(most, own)
-            if most * template.micro_batch >= self.predictor.global_batch:
-                break
-        return most
+        """Micro-batches for which there is memory at the level."""
+        shards = self.shards or max(1, int(limits.most_of(self._devices([template]))[0]))
+        return self.predictor.pipeline_memory.most_micro_batches(template, self.schedule, shards, self.zero)
 
     def _once_s(self, columns: Sequence[Template]) -> list[float]:
         """About what shows of the gradients of each column beside others like it, in the better layout."""

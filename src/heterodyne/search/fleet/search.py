@@ -43,7 +43,7 @@ from heterodyne.search.fleet.watch import Watch
 __all__ = ["Search"]
 
 _ENOUGH = 1.01  # times what no plan can beat, at which a search ends
-_ALIKE = 80  # pipelines that are cut exactly as alike ones: those that are estimated to be the fastest
+_ALIKE = 40  # pipelines that are cut exactly as alike ones: those that are estimated to be the fastest
 _ALWAYS_PLAYED = 8  # mixes of a list that are played, however much work that is
 _PLAYED_STAGES = 500  # at most, for one list of mixes
 _PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
@@ -222,7 +222,7 @@ class Search:
             if not found or (level.zero > 1 and found[-1].pipelines_s >= about_s * _SOONER):
                 continue
             about_s = min(about_s, found[-1].pipelines_s)
-            proposed = replace(self._mixes, shards=level.shards)
+            proposed = replace(self._mixes, zero=level.zero, shards=level.shards)
             for relaxation in found:
                 chosen = columns_of(relaxation, self.space.columns)
                 cut = relaxation.candidates.cut(chosen, self._cutter, samples)
@@ -301,6 +301,6 @@ class Search:
     def _propose(self, best: EvaluatedPlan, columns: dict[Template, None], aim: Criterion) -> None:
         """Proposes mixes of the columns that could be faster under schedules with smaller bubbles."""
         limits, seconds = self._limits(aim), best.predicted.step_s
-        mixes = Mixes(predictor=self.predictor, space=self.space, waits=False)
+        mixes = replace(self._mixes, zero=self.space.low_zero, waits=False)
         own = mixes.worth_most(list(columns), limits, seconds)
         self.ledger.proposed.update(dict.fromkeys((*mixes.alike(own, limits), *mixes.pairs(own, limits, seconds))))
