@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby, permutations
 from math import ceil
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +63,8 @@ class Candidates:
 
     def select(self, which: NDArray[np.bool_] | Ints) -> Candidates:
         """Some of them."""
-        return replace(self, **{name: own[which] for name, own in vars(self).items() if isinstance(own, np.ndarray)})
+        arrays: dict[str, Any] = {name: own[which] for name, own in vars(self).items() if isinstance(own, np.ndarray)}
+        return replace(self, **arrays)
 
     def within(self, limits: Limits) -> Candidates:
         """Those that the limits allow, with the numbers of replicas that they do."""
@@ -116,8 +118,9 @@ class Candidates:
         parts = [part for part in every if part is not None]
         if not parts:
             return cls._none(len(predictor.fleet.pools))
-        arrays = [name for name, own in vars(parts[0]).items() if isinstance(own, np.ndarray)]
-        return replace(parts[0], **{name: np.concatenate([vars(part)[name] for part in parts]) for name in arrays})
+        names = [name for name, own in vars(parts[0]).items() if isinstance(own, np.ndarray)]
+        arrays: dict[str, Any] = {name: np.concatenate([vars(part)[name] for part in parts]) for name in names}
+        return replace(parts[0], **arrays)
 
     @classmethod
     def _none(cls, pools: int) -> Candidates:
@@ -154,7 +157,9 @@ class _OfSize:
             waits_s=estimates.waits_s(),
         )
         found = search.found(_EXACT)
-        rows = zip(found.devices.tolist(), found.stages.tolist(), found.kind.tolist(), found.number.tolist(), strict=True)
+        rows = zip(
+            found.devices.tolist(), found.stages.tolist(), found.kind.tolist(), found.number.tolist(), strict=True
+        )
         chains = [partial(self._chain, search, tuple(devices), *own) for devices, *own in rows]
         rounds = np.array(search.micro_batches)[found.number]
         return Candidates(
@@ -195,7 +200,7 @@ class _OfSize:
         count = np.maximum(1, self._limits.most_of(devices))
         estimate = self._estimates.of(chains, runs, count)
         table = Candidates(
-            places=_objects([partial(self._places, *row) for row in zip(chains.tolist(), runs.tolist(), strict=True)]),
+            places=np.zeros(len(count), dtype=object),
             stages=runs.sum(axis=1),
             sizes=np.full(len(count), self.size, dtype=np.int64),
             devices=devices,
@@ -208,7 +213,10 @@ class _OfSize:
         )
         kept = best_per_devices(-table.alike_s(self.predictor.global_batch), devices, _KEPT)
         kept = kept[np.isfinite(estimate.bottleneck_s[kept]) & (self._limits.most_of(devices[kept]) >= 1)]
-        return table.select(kept), chains[kept], runs[kept], estimate.layers[kept]
+        chains, runs = chains[kept], runs[kept]
+        rows = zip(chains.tolist(), runs.tolist(), strict=True)
+        table = replace(table.select(kept), places=_objects([partial(self._places, *row) for row in rows]))
+        return table, chains, runs, estimate.layers[kept]
 
     def _runs(self) -> Iterator[Runs]:
         room, samples = self._limits.room, self.predictor.global_batch

@@ -24,7 +24,6 @@ __all__ = ["Relaxation", "columns_of", "relaxations"]
 
 _QUANTILES = (1.0, 0.7, 0.5, 0.35, 0.2, 0.1, 0.05)
 _NEARLY = 1.2  # times the fastest relaxation
-_FEW = 8
 _LATER = (1.0, 1.1, 1.25)  # whole numbers of pipelines take longer than fractions
 
 
@@ -50,8 +49,8 @@ class Relaxation:
 
 
 def relaxations(candidates: Candidates, fleet: Fleet, limits: Limits, samples: int) -> list[Relaxation]:
-    """The fastest of pipelines that are cut alike, the fastest of all, and that of all whatever they exchange, as far as these come near the
-    fastest; none if no mix keeps the limits.
+    """The fastest of pipelines that are cut alike, the fastest of all, and that of all whatever they exchange; none if no mix keeps the
+    limits. Those that are much slower than the fastest are left out.
     """
     alone = candidates.select((candidates.devices > 0).sum(axis=1) == 1)
     aligned = [
@@ -101,12 +100,12 @@ def _relaxation(candidates: Candidates, limits: Limits, samples: int, sync_s: fl
     return Relaxation(bound_s=bound_s, pipelines_s=about_s, sync_s=sync_s, limits=limits, candidates=candidates)
 
 
-def columns_of(relaxation: Relaxation, most: int) -> list[int]:
-    """Indices of about ``most`` of its candidates."""
+def columns_of(relaxation: Relaxation, most: int, *, pairs: bool) -> list[int]:
+    """Indices of about ``most`` of its candidates. ``pairs``: also of the best pairs, which are many where there are many devices."""
     part, chosen = relaxation.candidates, dict[int, None]()
     for later in _LATER:
         seconds = later * relaxation.pipelines_s
-        if int(relaxation.limits.room.sum()) <= _FEW:
+        if pairs:
             chosen.update(dict.fromkeys(_paired(part, part.capacity(seconds - part.sync_s), relaxation.limits, most)))
         capacity = part.capacity(seconds)
         if later > 1:
@@ -136,7 +135,9 @@ def _paired(candidates: Candidates, capacity: Floats, limits: Limits, most: int)
     keep = best_per_devices(capacity, candidates.devices)
     keep = keep[capacity[keep] > 0]
     devices, own = candidates.devices[keep], capacity[keep]
-    both = np.where(np.all(devices[:, None] + devices[None, :] <= limits.room, axis=2), own[:, None] + own[None, :], -1.0)
+    both = np.where(
+        np.all(devices[:, None] + devices[None, :] <= limits.room, axis=2), own[:, None] + own[None, :], -1.0
+    )
     order = np.argsort(-both, axis=None, kind="stable")[:most]
     found: list[int] = keep[np.unique(np.unravel_index(order, both.shape))].tolist()
     return found

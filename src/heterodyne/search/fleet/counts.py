@@ -78,7 +78,7 @@ def relaxed(capacity: Floats, devices: Ints, limits: Limits) -> Relaxed | None:
         solved = linprog(-capacity, A_ub=left, b_ub=right, bounds=(0, None), method="highs")
         if solved.status != 0:
             return None
-        samples, found = -float(solved.fun), -np.asarray(solved.ineqlin.marginals)
+        samples, found = float(capacity @ np.asarray(solved.x, float)), -np.asarray(solved.ineqlin.marginals)
     prices = found[: devices.shape[1]]
     if limits.prices is not None and np.isfinite(limits.budget):
         prices = prices + found[devices.shape[1]] * limits.prices

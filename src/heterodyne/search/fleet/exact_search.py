@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from heterodyne.search.fleet.arrays import Floats, Ints, between
 from heterodyne.search.fleet.counts import best_per_devices
@@ -83,7 +85,7 @@ class ExactSearch:
 
     def found(self, most: int) -> Found:
         """For each number of devices and of micro-batches the ``most`` shortest, with different kinds first or numbers of stages."""
-        parts = []
+        parts: list[tuple[NDArray[Any], ...]] = []
         for depth, level in enumerate(self._levels[1:], 1):
             for used, state in level.items():
                 kinds, seconds, bottleneck_s, _ = state.whole
@@ -140,7 +142,8 @@ class ExactSearch:
         """``sources``: kinds of the first stage, and what follows it."""
         kinds = np.array([kind for kind, _ in sources])
         after, longest_s = (
-            np.array([getattr(state, name) for _, state in sources])[:, :, None, :] for name in ("seconds", "bottleneck_s")
+            np.array([getattr(state, name) for _, state in sources])[:, :, None, :]
+            for name in ("seconds", "bottleneck_s")
         )
         costs = self._costs[self._held(depth)[None, :], kinds[:, None]]
         count = np.array(self.micro_batches)[None, :, None, None]

@@ -12,8 +12,8 @@ from scipy.optimize import linprog
 from heterodyne.search.fleet.counts import Limits
 from heterodyne.search.fleet.cover import Cover
 from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
-from heterodyne.search.fleet.stage_kinds import StageKinds
 from heterodyne.search.fleet.plan import SPLIT
+from heterodyne.search.fleet.stage_kinds import StageKinds
 
 __all__ = ["fractional_bound_s", "lower_bound_s"]
 

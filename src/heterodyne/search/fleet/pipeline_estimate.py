@@ -162,9 +162,11 @@ class PipelineEstimate:
         once = np.where(runs > 0, part * np.array(each)[chains], 0.0).max(axis=1) * (1 - 1 / count)
         return exposed_sync_s(self.predictor, once, once, bottleneck_s)
 
-
     def sync_of_devices_s(self, devices: Ints, bottleneck_s: Floats) -> Floats:
-        """Exposed seconds of gradient sync with one other replica, if each device holds an equal part. ``devices``: Shape [pipelines, pools]."""
+        """Exposed seconds of gradient sync with one other replica, if each device holds an equal part.
+
+        ``devices``: Shape [pipelines, pools].
+        """
         layers, wires = len(self.kinds[0].table.costs), Wires(self.predictor.fleet)
         links = [wires.between(pool.name, pool.name) for pool in self.predictor.fleet.pools]
         each = np.array([0.0 if wire is None else 1 / wire.bandwidth_bytes_per_s for wire in links])

@@ -224,7 +224,7 @@ class Search:
             about_s = min(about_s, found[-1].pipelines_s)
             proposed = replace(self._mixes, zero=level.zero, shards=level.shards)
             for relaxation in found:
-                chosen = columns_of(relaxation, self.space.columns)
+                chosen = columns_of(relaxation, self.space.columns, pairs=self.kinds.few)
                 cut = relaxation.candidates.cut(chosen, self._cutter, samples)
                 own = list(dict.fromkeys(template for template, _ in cut))
                 columns.update(dict.fromkeys(own))

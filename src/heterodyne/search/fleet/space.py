@@ -26,7 +26,6 @@ class Space:
             has of it if all have as much.
         zero: levels of state sharding, of `ZERO_LEVELS`, ascending.
         few_devices: up to so many in a fleet whole numbers matter, and more is tried that only differs in these.
-        cells: of the tables of stages that are worked through for one micro-batch size.
         columns: kinds of pipelines among which counts are chosen exactly.
         work: stages that are played while the best mixes are improved.
     """
@@ -47,7 +46,6 @@ class Space:
     max_chunks: int = 4
     layouts: tuple[Layout, ...] = ("stages", "pipelines")
     few_devices: int = 8
-    cells: int = 4_000_000
     columns: int = 40
     work: int = 5_000
 

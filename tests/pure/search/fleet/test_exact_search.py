@@ -19,7 +19,7 @@ ROUNDS = (1, 3, 20)
 
 @pytest.mark.parametrize("number", range(10))
 def test_no_sequence_of_stages_and_no_cut_is_done_sooner(number: int) -> None:
-    search, samples = _search_of(number)
+    search = _search_of(number)
     if search is None:
         return
     found = search.found(1)
@@ -41,7 +41,7 @@ def test_no_sequence_of_stages_and_no_cut_is_done_sooner(number: int) -> None:
 
 @pytest.mark.parametrize("number", range(10))
 def test_chains_are_on_the_devices_that_are_told(number: int) -> None:
-    search, _ = _search_of(number)
+    search = _search_of(number)
     if search is None:
         return
     found = search.found(3)
@@ -58,13 +58,13 @@ def test_chains_are_on_the_devices_that_are_told(number: int) -> None:
         assert ROUNDS[rounds] * bottleneck_s <= seconds * (1 + 1e-9)
 
 
-def _search_of(number: int) -> tuple[ExactSearch | None, int]:
+def _search_of(number: int) -> ExactSearch | None:
     fleet, costs, samples = drawn(random.Random(number), devices=4, blocks=3, ways=1 + number % 3)
     search = search_of(fleet, costs, samples)
     kinds = kinds_of(fleet, search.tables, 2, Space())
     if not kinds:
-        return None, samples
-    made = ExactSearch(
+        return None
+    return ExactSearch(
         kinds=kinds,
         room=np.array([pool.devices for pool in fleet.pools]),
         micro_batches=ROUNDS,
@@ -75,7 +75,6 @@ def _search_of(number: int) -> tuple[ExactSearch | None, int]:
         recompute=number % 3 > 0,
         waits_s=[0.1 * (number % 2)] * len(kinds),
     )
-    return made, samples
 
 
 def _chains(search: ExactSearch, chain: list[Kind]) -> Iterator[list[Kind]]:
