@@ -48,7 +48,7 @@ _ALWAYS_PLAYED = 8  # mixes of a list that are played, however much work that is
 _PLAYED_STAGES = 500  # at most, for one list of mixes
 _PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
 _OTHERS = 6  # that are weighed to be told
-_LEFT_OVER = 8  # pipelines for the devices that the best plan leaves over
+_BESIDE = 6  # pipelines for the devices that the best plan leaves over, and for those of each pool
 _SOONER = 1 - 1e-6  # times a relaxation, below which another one is shorter
 _LONG = 1e3  # times a relaxation, within which any plan is done
 
@@ -231,18 +231,24 @@ class Search:
                 best = self._played(proposed.alike(own, relaxation.limits), best, aim, self.space.first_schedules)
                 best = self._counted(list(columns), relaxation, proposed, best, aim)
             if best is not None:
-                columns.update(dict.fromkeys(self._left_over(candidates, best, free)))
+                beside = self._beside(candidates, best, free)
+                columns.update(dict.fromkeys(beside))
+                best = self._counted(beside, replace(found[-1], limits=free), proposed, best, aim)
                 if not self.kinds.few:
                     break
         return best
 
-    def _left_over(self, candidates: Candidates, best: EvaluatedPlan, limits: Limits) -> list[Template]:
-        """Pipelines that do most in the step of a plan on the devices that it leaves over."""
+    def _beside(self, candidates: Candidates, best: EvaluatedPlan, limits: Limits) -> list[Template]:
+        """Pipelines that do most in the step of a plan on the devices that it leaves over, and on those of each pool."""
         used = np.array([best.plan.devices.get(pool.name, 0) for pool in self.fleet.pools], dtype=np.int64)
-        spare = candidates.within(replace(limits, room=limits.room - used))
-        samples = spare.capacity(best.predicted.step_s) * spare.count
-        most = np.argsort(-samples, kind="stable")[:_LEFT_OVER]
-        return [template for template, _ in spare.cut(most.tolist(), self._cutter, self.predictor.global_batch)]
+        found: dict[Template, None] = {}
+        for room in (limits.room - used, *np.diag(limits.room)):
+            spare = candidates.within(replace(limits, room=room))
+            samples = spare.capacity(best.predicted.step_s - spare.sync_s) * spare.count
+            most = np.argsort(-samples, kind="stable")[:_BESIDE].tolist()
+            cut = spare.cut(most, self._cutter, self.predictor.global_batch)
+            found.update((template, None) for template, _ in cut)
+        return list(found)
 
     def _counted(
         self,
