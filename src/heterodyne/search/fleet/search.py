@@ -232,23 +232,24 @@ class Search:
                 best = self._counted(list(columns), relaxation, proposed, best, aim)
             if best is not None:
                 beside = self._beside(candidates, best, free)
-                columns.update(dict.fromkeys(beside))
-                best = self._counted(beside, replace(found[-1], limits=free), proposed, best, aim)
+                columns.update((template, None) for own in beside for template, _ in own)
+                sides = [template for own in beside for template, _ in own]
+                pairs = replace(proposed, waits=False).pairs(sides, free, best.predicted.step_s)
+                best = self._played(pairs, best, aim, self.space.plain_schedules)
                 if not self.kinds.few:
                     break
         return best
 
-    def _beside(self, candidates: Candidates, best: EvaluatedPlan, limits: Limits) -> list[Template]:
+    def _beside(self, candidates: Candidates, best: EvaluatedPlan, limits: Limits) -> list[list[tuple[Template, int]]]:
         """Pipelines that do most in the step of a plan on the devices that it leaves over, and on those of each pool."""
         used = np.array([best.plan.devices.get(pool.name, 0) for pool in self.fleet.pools], dtype=np.int64)
-        found: dict[Template, None] = {}
+        found = []
         for room in (limits.room - used, *np.diag(limits.room)):
             spare = candidates.within(replace(limits, room=room))
             samples = spare.capacity(best.predicted.step_s - spare.sync_s) * spare.count
             most = np.argsort(-samples, kind="stable")[:_BESIDE].tolist()
-            cut = spare.cut(most, self._cutter, self.predictor.global_batch)
-            found.update((template, None) for template, _ in cut)
-        return list(found)
+            found.append(spare.cut(most, self._cutter, self.predictor.global_batch))
+        return found
 
     def _counted(
         self,
