@@ -26,7 +26,7 @@ from heterodyne.search.fleet.arrays import Floats
 from heterodyne.search.fleet.candidates import Candidates
 from heterodyne.search.fleet.climbing import Climbing
 from heterodyne.search.fleet.columns import Relaxation, columns_of, relaxations
-from heterodyne.search.fleet.counts import Limits
+from heterodyne.search.fleet.counts import Limits, best_per_devices
 from heterodyne.search.fleet.criterion import Criterion, Score
 from heterodyne.search.fleet.cutter import Cutter
 from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, Mix, mix_of
@@ -48,7 +48,7 @@ _ALWAYS_PLAYED = 8  # mixes of a list that are played, however much work that is
 _PLAYED_STAGES = 500  # at most, for one list of mixes
 _PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
 _OTHERS = 6  # that are weighed to be told
-_BESIDE = 6  # pipelines for the devices that the best plan leaves over, and for those of each pool
+_BESIDE = 10  # pipelines for the devices that the best plan leaves over, and for those of each pool
 _SOONER = 1 - 1e-6  # times a relaxation, below which another one is shorter
 _LONG = 1e3  # times a relaxation, within which any plan is done
 
@@ -247,7 +247,8 @@ class Search:
         for room in (limits.room - used, *np.diag(limits.room)):
             spare = candidates.within(replace(limits, room=room))
             samples = spare.capacity(best.predicted.step_s - spare.sync_s) * spare.count
-            most = np.argsort(-samples, kind="stable")[:_BESIDE].tolist()
+            kept = best_per_devices(samples, spare.stages[:, None], 2)
+            most = kept[np.argsort(-samples[kept], kind="stable")][:_BESIDE].tolist()
             found.append(spare.cut(most, self._cutter, self.predictor.global_batch))
         return found
 
