@@ -7,9 +7,10 @@ import hashlib
 import inspect
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import attrgetter, itemgetter, methodcaller
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
@@ -47,6 +48,7 @@ _OF_COMPILER: Final = "_compile_kwargs"
 """Lightning keeps the arguments of torch.compile there, a backend among them, which no forward calls."""
 _ENVIRONMENT: Final = frozenset({"environ", "getenv"})
 _OF_MODULES: Final = frozenset({"modules", "import_module"})
+_GETTERS = (attrgetter, itemgetter, methodcaller)
 _BASES = (nn.Module, object)
 _MANY = 256  # longer lists are data
 _MOST = 10_000  # objects whose attributes are looked through
@@ -140,6 +142,8 @@ class _Reader:
     def _attribute(self, value: object) -> None:
         while isinstance(value, partial):
             value = value.func
+        if isinstance(value, _GETTERS):
+            self._names(_names_in(value.__reduce__()[1]), users=True)
         if isinstance(value, MethodType):
             self.thing(value.__self__)
             value = value.__func__
@@ -182,12 +186,14 @@ class _Reader:
                     self._around(around.value, function)
 
     def _read(self, code: CodeType, *, users: bool) -> None:
-        named = set(code.co_names)
+        self._names(set(code.co_names) | (_names_in(code.co_consts) if users else set()), users=users)
+        self.assigned |= _named(code, "STORE_ATTR")
+
+    def _names(self, named: set[str], *, users: bool) -> None:
         for name in sorted(named - self.names):  # in one order in every process
             self._coming += self._methods.get(name, {}).values()
         self.names |= named
         self.own |= named if users else set()
-        self.assigned |= _named(code, "STORE_ATTR")
 
     def _around(self, value: object, function: FunctionType) -> None:
         if isinstance(value, ModuleType):
@@ -237,6 +243,12 @@ def environment_of(function: FunctionType) -> list[str]:
         return []
     constants = {constant for code in codes for constant in code.co_consts}
     return sorted(constant for constant in constants if isinstance(constant, str) and constant.isidentifier())
+
+
+def _names_in(constants: Iterable[object]) -> set[str]:
+    """Return the names in strings that may be handed to who reads attributes by name: ``"beta"``, ``"cfg.beta"``."""
+    found = (constant.split(".") for constant in constants if isinstance(constant, str))
+    return {name for names in found if all(map(str.isidentifier, names)) for name in names}
 
 
 class _Cell:

@@ -7,8 +7,11 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from functools import reduce
+from operator import attrgetter
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +26,11 @@ from heterodyne.runtime.recapture.script_writes import ScriptWrites
 
 KNOBS = ModuleType("knobs_of_a_test")
 KNOBS.__file__ = "knobs_of_a_test.py"
+
+
+GAIN_OF = attrgetter("namespace.gain")
+DEEP = "namespace.deep.bend"
+OF_THREAD = threading.local()
 
 
 class Config:
@@ -72,6 +80,12 @@ class Model(Base):
             x = self.linear(x)
         for act in (*self.ops.values(), *self.acts.values()):
             x = act(x)
+        x = (
+            x
+            * GAIN_OF(around)
+            * getattr(OF_THREAD, "gain", 1.0)
+            * reduce(getattr, DEEP.split("."), around)
+        )
         x = around.helper.bend(scale(self.out(x))) * around.config.temperature * Registry.get()
         x = (x + around.offset) * math.copysign(1.0, self.sign) * self.k.unit * self.pair[0] * knobs_of_a_test.gain
         return (x - around.teacher(x.detach())).square().sum() * (2.0 if self.trains() else 1.0)
@@ -83,6 +97,7 @@ class Model(Base):
 class Around:
     def __init__(self) -> None:
         self.config, self.helper = Config(), Helper()
+        self.namespace = SimpleNamespace(gain=1.0, deep=SimpleNamespace(bend=1.0))
         self.teacher = nn.BatchNorm1d(4).eval().requires_grad_(False)
         self.offset = nn.Parameter(torch.zeros(4), requires_grad=False)
 
@@ -118,6 +133,9 @@ CHANGES: dict[str, Change] = {
     "an attribute of a number": lambda m, _: setattr(m.k, "unit", 2.0),
     "another context": lambda m, _: setattr(m, "context", torch.no_grad()),
     "a list for a tuple": lambda m, _: setattr(m, "pair", [1, 2]),
+    "what an attrgetter reads": lambda _, a: setattr(a.namespace, "gain", 2.0),
+    "a name that code takes apart": lambda _, a: setattr(a.namespace.deep, "bend", 2.0),
+    "an attribute of the thread that was not there": lambda *_: setattr(OF_THREAD, "gain", 2.0),
     "a function of torch": lambda *_: setattr(F, "linear", lambda x, w, b=None: x @ w),
 }
 
@@ -138,6 +156,7 @@ def around(monkeypatch: pytest.MonkeyPatch) -> Iterator[Around]:
     monkeypatch.setattr(scale, "__kwdefaults__", {"by": 1.0})
     monkeypatch.setattr(F, "linear", F.linear)
     yield Around()
+    vars(OF_THREAD).clear()
     if "out" in vars(Model):
         del Model.out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from argparse import Namespace
 from array import array
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +14,8 @@ from functools import partial
 from multiprocessing.sharedctypes import SynchronizedBase
 from numbers import Number
 from operator import is_
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from threading import local
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -42,6 +44,8 @@ _MANY = 256  # longer lists are data
 _DEEP = 12  # of objects and containers in each other
 _OF_TORCH: Final = frozenset(vars(nn.Module()))
 _BYTES = (array, bytearray)
+_HOLDERS = (SimpleNamespace, Namespace, local)
+"""Classes of the standard library whose objects have as attributes what the user puts there."""
 HOOKS: Final = tuple(key for key in _OF_TORCH if key.endswith("_hooks") and "state_dict" not in key)
 
 
@@ -282,7 +286,7 @@ class Walk:
     def _object(self, name: str, value: object, deep: int) -> None:
         """Attributes whose names are read. Those of an object of a library change in its own use (``config.dtype`` of Transformers on
         saving): of these the numbers, tensors and objects count."""
-        own, users = vars(value), is_users(type(value))
+        own, users = vars(value), is_users(type(value)) or isinstance(value, _HOLDERS)
         self._sized.append(own)
         for key, part in list(own.items()):
             if self._is_read(key, users=users) and (users or not isinstance(part, str | type(None))):
