@@ -141,6 +141,7 @@ class _Reader:
 
     def _attribute(self, value: object) -> None:
         while isinstance(value, partial):
+            self._names(_names_in((*value.args, *value.keywords.values())), users=True)
             value = value.func
         if isinstance(value, _GETTERS):
             self._names(_names_in(value.__reduce__()[1]), users=True)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import reduce
+from functools import partial, reduce
 from operator import attrgetter
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -71,6 +71,7 @@ class Model(Base):
         self.acts = nn.ModuleDict({"t": nn.Tanh(), "s": nn.Softplus()})
         self.context: Any = contextlib.nullcontext()
         self.pair: Any = (1, 2)
+        self.of_partial, self.entry = partial(getattr, around.namespace, "of_partial"), around.table.get
         self.forward = lambda x: self.whole(x, around)  # type: ignore[method-assign]
 
     def whole(self, x: Tensor, around: Any) -> Tensor:
@@ -83,6 +84,8 @@ class Model(Base):
         x = (
             x
             * GAIN_OF(around)
+            * self.of_partial()
+            * self.entry("gain")
             * getattr(OF_THREAD, "gain", 1.0)
             * reduce(getattr, DEEP.split("."), around)
         )
@@ -97,7 +100,8 @@ class Model(Base):
 class Around:
     def __init__(self) -> None:
         self.config, self.helper = Config(), Helper()
-        self.namespace = SimpleNamespace(gain=1.0, deep=SimpleNamespace(bend=1.0))
+        self.table = {"gain": 1.0}
+        self.namespace = SimpleNamespace(gain=1.0, of_partial=1.0, deep=SimpleNamespace(bend=1.0))
         self.teacher = nn.BatchNorm1d(4).eval().requires_grad_(False)
         self.offset = nn.Parameter(torch.zeros(4), requires_grad=False)
 
@@ -136,6 +140,8 @@ CHANGES: dict[str, Change] = {
     "what an attrgetter reads": lambda _, a: setattr(a.namespace, "gain", 2.0),
     "a name that code takes apart": lambda _, a: setattr(a.namespace.deep, "bend", 2.0),
     "an attribute of the thread that was not there": lambda *_: setattr(OF_THREAD, "gain", 2.0),
+    "what a partial getattr reads": lambda _, a: setattr(a.namespace, "of_partial", 2.0),
+    "the dict of a bound method in C": lambda _, a: a.table.update(gain=2.0),
     "a function of torch": lambda *_: setattr(F, "linear", lambda x, w, b=None: x @ w),
 }
 

@@ -15,7 +15,7 @@ from multiprocessing.sharedctypes import SynchronizedBase
 from numbers import Number
 from operator import is_
 from threading import local
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType, ModuleType, SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -38,7 +38,7 @@ from heterodyne.runtime.recapture.values_read import (
 
 __all__ = ["CALLED", "HOOKS", "Walk", "quoted"]
 
-CALLED = (FunctionType, BuiltinFunctionType, MethodType)
+CALLED = (FunctionType, BuiltinFunctionType, MethodType, MethodWrapperType)
 _PLAIN = (bool, int, float, complex, Number, str, bytes, type(None), Enum, range, slice, torch.Size)
 _MANY = 256  # longer lists are data
 _DEEP = 12  # of objects and containers in each other
@@ -212,8 +212,9 @@ class Walk:
             self._array(name, value)
         elif isinstance(value, CALLED):
             self.values[quoted(name)] = SameFunction(value)
-            if isinstance(value, MethodType) and deep:
-                self._value(f"{name}.__self__", value.__self__, deep - 1)
+            of = getattr(value, "__self__", None)  # also of a method in C, as ``cfg.get``
+            if deep and of is not None and not isinstance(of, type | ModuleType):
+                self._value(f"{name}.__self__", of, deep - 1)
             elif isinstance(value, FunctionType) and deep:
                 self._object(name, value, deep - 1)
         elif deep and id(value) not in self._seen:
