@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import hashlib
 import inspect
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -50,6 +51,8 @@ _ENVIRONMENT: Final = frozenset({"environ", "getenv"})
 _OF_MODULES: Final = frozenset({"modules", "import_module"})
 _GETTERS = (attrgetter, itemgetter, methodcaller)
 _BASES = (nn.Module, object)
+_NAME: Final = re.compile(r"[^\W\d]\w*")
+_SPACE: Final = re.compile(r"\s")
 _MANY = 256  # longer lists are data
 _MOST = 10_000  # objects whose attributes are looked through
 
@@ -153,8 +156,9 @@ class _Reader:
                 self._coming.append(value)
         elif isinstance(value, dict | list | tuple):
             for entry in list(value.values() if isinstance(value, dict) else value)[:_MANY]:
-                if callable(entry):
-                    self._attribute(entry)
+                self._attribute(entry)
+            if is_users(type(value)):
+                self.thing(value)
         elif isinstance(value, nn.Module) or (_has_attributes(value) and (callable(value) or is_users(type(value)))):
             self.thing(value)
 
@@ -247,9 +251,9 @@ def environment_of(function: FunctionType) -> list[str]:
 
 
 def _names_in(constants: Iterable[object]) -> set[str]:
-    """Return the names in strings that may be handed to who reads attributes by name: ``"beta"``, ``"cfg.beta"``."""
-    found = (constant.split(".") for constant in constants if isinstance(constant, str))
-    return {name for names in found if all(map(str.isidentifier, names)) for name in names}
+    """Return the names in strings that may be handed to who reads attributes by name: ``"beta"``, ``"cfg.beta"``, ``"{0.beta}"``."""
+    texts = (constant for constant in constants if isinstance(constant, str) and not _SPACE.search(constant))
+    return {name for text in texts for name in _NAME.findall(text)}
 
 
 class _Cell:

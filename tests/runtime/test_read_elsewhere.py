@@ -30,6 +30,7 @@ KNOBS.__file__ = "knobs_of_a_test.py"
 
 GAIN_OF = attrgetter("namespace.gain")
 DEEP = "namespace.deep.bend"
+SHOWN = "{0.shown}"
 OF_THREAD = threading.local()
 
 
@@ -47,6 +48,21 @@ class Registry:
 
 class Scaled(float):
     unit = 1.0
+
+
+class Missing(dict[str, float]):
+    default = 1.0
+
+    def __missing__(self, key: str) -> float:
+        return self.default
+
+
+class Factor:
+    def __init__(self) -> None:
+        self.inner = 1.0
+
+    def __rmul__(self, x: Tensor) -> Tensor:
+        return x * self.inner
 
 
 class Helper:
@@ -86,6 +102,9 @@ class Model(Base):
             * GAIN_OF(around)
             * self.of_partial()
             * self.entry("gain")
+            * around.missing["any"]
+            * around.factors[0]
+            * float(SHOWN.format(around.namespace))
             * getattr(OF_THREAD, "gain", 1.0)
             * reduce(getattr, DEEP.split("."), around)
         )
@@ -100,8 +119,8 @@ class Model(Base):
 class Around:
     def __init__(self) -> None:
         self.config, self.helper = Config(), Helper()
-        self.table = {"gain": 1.0}
-        self.namespace = SimpleNamespace(gain=1.0, of_partial=1.0, deep=SimpleNamespace(bend=1.0))
+        self.table, self.missing, self.factors = {"gain": 1.0}, Missing(), [Factor()]
+        self.namespace = SimpleNamespace(gain=1.0, of_partial=1.0, shown=1.0, deep=SimpleNamespace(bend=1.0))
         self.teacher = nn.BatchNorm1d(4).eval().requires_grad_(False)
         self.offset = nn.Parameter(torch.zeros(4), requires_grad=False)
 
@@ -142,6 +161,9 @@ CHANGES: dict[str, Change] = {
     "an attribute of the thread that was not there": lambda *_: setattr(OF_THREAD, "gain", 2.0),
     "what a partial getattr reads": lambda _, a: setattr(a.namespace, "of_partial", 2.0),
     "the dict of a bound method in C": lambda _, a: a.table.update(gain=2.0),
+    "an attribute of a dict of the user": lambda _, a: setattr(a.missing, "default", 2.0),
+    "what an operator of an entry reads": lambda _, a: setattr(a.factors[0], "inner", 2.0),
+    "a field of a format": lambda _, a: setattr(a.namespace, "shown", 2.0),
     "a function of torch": lambda *_: setattr(F, "linear", lambda x, w, b=None: x @ w),
 }
 

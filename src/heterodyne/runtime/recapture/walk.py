@@ -44,6 +44,9 @@ _MANY = 256  # longer lists are data
 _DEEP = 12  # of objects and containers in each other
 _OF_TORCH: Final = frozenset(vars(nn.Module()))
 _BYTES = (array, bytearray)
+_SEQUENCES = (list, tuple, deque)
+_SETS = (set, frozenset)
+_CONTAINERS = (Mapping, *_SEQUENCES, *_SETS)
 _HOLDERS = (SimpleNamespace, Namespace, local)
 """Classes of the standard library whose objects have as attributes what the user puts there."""
 HOOKS: Final = tuple(key for key in _OF_TORCH if key.endswith("_hooks") and "state_dict" not in key)
@@ -239,9 +242,9 @@ class Walk:
         elif isinstance(value, Mapping):
             self._ordered(name, value)
             self._entries(name, value, list(value), deep)
-        elif isinstance(value, list | tuple | deque):
+        elif isinstance(value, _SEQUENCES):
             self._entries(name, value, range(len(value)), deep)
-        elif isinstance(value, set | frozenset) and len(value) <= _MANY:
+        elif isinstance(value, _SETS) and len(value) <= _MANY:
             self.values[quoted(name)] = frozenset(map(repr, value))
             self._sized.append(value)
         elif isinstance(value, type | ModuleType):
@@ -264,6 +267,8 @@ class Walk:
             self._object(name, value, deep)
         else:
             self.values[quoted(name)] = Itself(value)
+        if isinstance(value, _CONTAINERS) and is_users(type(value)) and hasattr(value, "__dict__"):
+            self._object(name, value, deep)
         for key in _slots_of(type(value)):
             if hasattr(value, key) and self._is_read(key, users=is_users(type(value))):
                 self._attribute(f"{name}.{key}", _Attributes(value), key, getattr(value, key), deep)
