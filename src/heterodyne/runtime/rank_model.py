@@ -127,12 +127,12 @@ class RankModel:
             self.parameters,
             buckets,
             recorder,
-            completed_gradients(assignment.program.ranks[rank], plan, graph, role),
             {name: self.ownership.box(rank, name) for name in self.parameters},
             ranges,
             weights=self.masters if plan.zero > 1 else None,
             same_way=cut,
         )
+        self.expect(assignment)
         self._closing.callback(self.gradients.close)
         gathered = [a.index for a in assignment.program.ranks[rank] if a.kind == "GATHER" and a.index is not None]
         self.moves = OutsideMoves(self.masters, self.gradients, communicator, gathered, self.ownership.shards.keys())
@@ -150,6 +150,12 @@ class RankModel:
             followers=[other.rank for other in placement.places if not other.micro_batches.samples],
             keeps_options=not isinstance(optimizer, OptimizerSection),
         )
+
+    def expect(self, assignment: Assignment) -> None:
+        """Expect the gradients of the graph of that assignment from the next step on. On all ranks together."""
+        graph, actions = assignment.graph, assignment.program.ranks[assignment.rank]
+        completed = completed_gradients(actions, assignment.plan, graph, assignment.role)
+        self.gradients.expect(graph.reached, completed)
 
     def _masters(
         self,
