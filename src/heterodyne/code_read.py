@@ -17,7 +17,16 @@ from typing import Any, Final
 
 from torch import nn
 
-__all__ = ["Around", "CodeRead", "around_of", "digest_of_code", "environment_of", "is_filled", "is_users"]
+__all__ = [
+    "Around",
+    "CodeRead",
+    "around_of",
+    "digest_of_code",
+    "environment_of",
+    "is_filled",
+    "is_users",
+    "looks_globals_up",
+]
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _ENTRIES: Final = frozenset({"forward", "__call__"})
@@ -48,6 +57,7 @@ _OF_LIFE: Final = frozenset(
 _OF_COMPILER: Final = "_compile_kwargs"
 """Lightning keeps the arguments of torch.compile there, a backend among them, which no forward calls."""
 _ENVIRONMENT: Final = frozenset({"environ", "getenv"})
+_OF_GLOBALS: Final = frozenset({"globals", "eval", "exec", "modules", "import_module", "__import__"})
 _OF_MODULES: Final = frozenset({"modules", "import_module"})
 _GETTERS = (attrgetter, itemgetter, methodcaller)
 _BASES = (nn.Module, object)
@@ -270,7 +280,16 @@ class _Cell:
 def _globals_read(code: CodeType) -> frozenset[str]:
     codes = list(_with_inner(code))
     written = {name for each in codes for name in _named(each, "STORE_GLOBAL")}
-    return frozenset(name for each in codes for name in _named(each, "LOAD_GLOBAL")) - written
+    read = {name for each in codes for name in _named(each, "LOAD_GLOBAL")}
+    if looks_globals_up(code):
+        read |= {name for each in codes for name in (*each.co_names, *_names_in(each.co_consts))}
+    return frozenset(read - written)
+
+
+@cache
+def looks_globals_up(code: CodeType) -> bool:
+    """Return whether code may read globals of its own module by other ways than their names: ``globals()``, ``sys.modules[__name__]``."""
+    return any(_OF_GLOBALS.intersection(each.co_names) for each in _with_inner(code))
 
 
 @cache

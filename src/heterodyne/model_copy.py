@@ -23,8 +23,12 @@ def copied(
         memo: by the id of an object, what takes its place.
         of_history: gives what takes the place of a computed tensor; None: its values.
     """
+    memo = {} if memo is None else memo
     with _Values(of_history or (lambda tensor: tensor.detach().clone())):
-        return copy.deepcopy(model, {} if memo is None else memo)
+        made = copy.deepcopy(model, memo)
+    for tensor in (*model.parameters(), *model.buffers()):  # whose attributes PyTorch does not copy
+        vars(memo[id(tensor)]).update(vars(tensor))
+    return made
 
 
 class _Values(TorchFunctionMode):

@@ -29,6 +29,7 @@ KNOBS.__file__ = "knobs_of_a_test.py"
 
 
 GAIN_OF = attrgetter("namespace.gain")
+LOOKED_UP = 1.0
 DEEP = "namespace.deep.bend"
 SHOWN = "{0.shown}"
 OF_THREAD = threading.local()
@@ -103,6 +104,9 @@ class Model(Base):
             * self.of_partial()
             * self.entry("gain")
             * around.missing["any"]
+            * globals()["LOOKED_UP"]
+            * getattr(sys.modules[__name__], "LATE", 1.0)
+            * getattr(self.linear.weight, "factor", 1.0)
             * around.factors[0]
             * float(SHOWN.format(around.namespace))
             * getattr(OF_THREAD, "gain", 1.0)
@@ -164,6 +168,9 @@ CHANGES: dict[str, Change] = {
     "an attribute of a dict of the user": lambda _, a: setattr(a.missing, "default", 2.0),
     "what an operator of an entry reads": lambda _, a: setattr(a.factors[0], "inner", 2.0),
     "a field of a format": lambda _, a: setattr(a.namespace, "shown", 2.0),
+    "an attribute of a weight": lambda m, _: setattr(m.linear.weight, "factor", 2.0),
+    "a global that is looked up": lambda *_: setattr(sys.modules[__name__], "LOOKED_UP", 2.0),
+    "a global that was not there": lambda *_: setattr(sys.modules[__name__], "LATE", 2.0),
     "a function of torch": lambda *_: setattr(F, "linear", lambda x, w, b=None: x @ w),
 }
 
@@ -185,6 +192,8 @@ def around(monkeypatch: pytest.MonkeyPatch) -> Iterator[Around]:
     monkeypatch.setattr(F, "linear", F.linear)
     yield Around()
     vars(OF_THREAD).clear()
+    globals().pop("LATE", None)
+    globals()["LOOKED_UP"] = 1.0
     if "out" in vars(Model):
         del Model.out
 
@@ -236,6 +245,20 @@ class Odd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x) @ self.table.to_dense()
         return (x if math.isnan(self.limit) else x * self.limit).square().mean()
+
+
+class Marked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.linear.weight.factor = 3.0  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.linear.weight.factor).square().mean()  # type: ignore[operator]
+
+
+def test_attributes_of_weights_are_captured() -> None:
+    assert any(op.argument("other") == 3.0 for op in trace(Marked(), {"x": torch.randn(4, 4)}).graph.ops)
 
 
 def test_a_number_that_is_none_and_a_sparse_table_are_captured() -> None:

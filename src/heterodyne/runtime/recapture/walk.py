@@ -25,7 +25,7 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional
 from torch.nn.modules import module as module_hooks
 
-from heterodyne.code_read import CodeRead, around_of, environment_of, is_users
+from heterodyne.code_read import CodeRead, around_of, environment_of, is_users, looks_globals_up
 from heterodyne.runtime.recapture.values_read import (
     ClassOf,
     Compared,
@@ -173,6 +173,8 @@ class Walk:
         self._sized.append(table)
         for key, tensor in table.items():
             self._slot(table, key, tensor)
+            if tensor is not None:
+                self._object(_joined(path, key), tensor, 1)
             if tensor is not None and outside:
                 self._tensor(_joined(path, key), tensor)
             elif tensor is not None:
@@ -320,6 +322,8 @@ class Walk:
         same = self._readers.setdefault(function.__qualname__, [])
         same.append(function)
         reader = function.__qualname__ if len(same) == 1 else f"{function.__qualname__}, {len(same)}"
+        if looks_globals_up(function.__code__):
+            self._sized.append(function.__globals__)
         for around in around_of(function):
             name, value = f"{around.name} (read by {reader})", around.value
             self._slot(around.holder, around.key, value)
