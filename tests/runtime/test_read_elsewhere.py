@@ -171,6 +171,7 @@ CHANGES: dict[str, Change] = {
     "an attribute of a weight": lambda m, _: setattr(m.linear.weight, "factor", 2.0),
     "a global that is looked up": lambda *_: setattr(sys.modules[__name__], "LOOKED_UP", 2.0),
     "a global that was not there": lambda *_: setattr(sys.modules[__name__], "LATE", 2.0),
+    "the default type": lambda *_: torch.set_default_dtype(torch.float64),
     "a function of torch": lambda *_: setattr(F, "linear", lambda x, w, b=None: x @ w),
 }
 
@@ -192,6 +193,7 @@ def around(monkeypatch: pytest.MonkeyPatch) -> Iterator[Around]:
     monkeypatch.setattr(F, "linear", F.linear)
     yield Around()
     vars(OF_THREAD).clear()
+    torch.set_default_dtype(torch.float32)
     globals().pop("LATE", None)
     globals()["LOOKED_UP"] = 1.0
     if "out" in vars(Model):
@@ -254,7 +256,7 @@ class Marked(nn.Module):
         self.linear.weight.factor = 3.0  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.linear(x) * self.linear.weight.factor).square().mean()  # type: ignore[operator]
+        return (self.linear(x) * getattr(self.linear.weight, "factor", 1.0)).square().mean()
 
 
 def test_attributes_of_weights_are_captured() -> None:

@@ -13,7 +13,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["ClassOf", "Compared", "Itself", "SameArray", "SameFunction", "SameTensor", "SameVariable", "are_equal"]
+__all__ = [
+    "ClassOf",
+    "Compared",
+    "Itself",
+    "SameArray",
+    "SameDefaultType",
+    "SameFunction",
+    "SameTensor",
+    "SameVariable",
+    "are_equal",
+]
 
 SMALL = 64
 """Elements that are compared of a tensor or an array: all, or so many of more."""
@@ -138,6 +148,16 @@ class SameVariable:
 
     def is_still(self) -> bool:
         return os.environ.get(self.name) == self.value
+
+
+class SameDefaultType:
+    """The type of tensors that are made without one, as it was."""
+
+    def __init__(self) -> None:
+        self.value = torch.get_default_dtype()
+
+    def is_still(self) -> bool:
+        return torch.get_default_dtype() is self.value
 
 
 def are_equal(before: object, after: object) -> bool:

@@ -31,6 +31,7 @@ from heterodyne.runtime.recapture.values_read import (
     Compared,
     Itself,
     SameArray,
+    SameDefaultType,
     SameFunction,
     SameTensor,
     SameVariable,
@@ -104,6 +105,9 @@ class Walk:
         for key, table in vars(module_hooks).items():
             if key.startswith("_global_") and isinstance(table, dict):
                 self._hooks(f"torch.nn.modules.module.{key}", table)
+        default = SameDefaultType()
+        self._compared.append(default)
+        self.values["torch.get_default_dtype()"] = str(default.value)
         self._sizes = list(map(len, self._sized))
         self._versions = [tensor._version for tensor in self._tensors]
         self._trained = [(tensor.requires_grad, tensor.dtype) for tensor in self._stored]
