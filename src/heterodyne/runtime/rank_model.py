@@ -113,7 +113,7 @@ class RankModel:
             module, graph, self.buffers, self.ownership, rank=rank, device=communicator.device
         )
         self.parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
-        self._trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
+        self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.masters = self._masters(plan, slices, optimizer, host_activation_bytes)
         self._closing.callback(self.masters.close)
         self._watch = WeightWatch(

@@ -273,6 +273,12 @@ class Variants:
         now = seen.read.parameters
         for name in sorted(self._parameters.keys() | now.keys()):
             parameter, dtype = self._parameters.get(name), self._dtypes.get(name)
+            if name not in now:
+                raise PlanError(
+                    f"{name!r} is not in the model any more, and optimizer, gradients and checkpoints have it. Leave the module "
+                    "where it is, and let forward go past it by an attribute (if not self.skips[i]: x = self.blocks[i](x)), or close the "
+                    "trainer and distribute the model as it is now"
+                )
             if parameter is not now.get(name):
                 raise PlanError(
                     f"{name!r} is another parameter than when the model was distributed, which the optimizer does not know. Write into "
