@@ -27,7 +27,7 @@ __all__ = [
 
 SMALL = 64
 """Elements that are compared of a tensor or an array: all, or so many of more."""
-_MOST_BYTES = 2**14  # of an array that is compared whole
+_MOST_BYTES = 2**18  # of an array that is compared whole
 _WITH_NUMPY = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool}
 )
