@@ -53,6 +53,7 @@ from heterodyne.frontend.skeleton import skeleton
 from heterodyne.frontend.symbols import free_name
 from heterodyne.frontend.word_sets import ordered_word_sets
 from heterodyne.graph import ModuleOnly
+from heterodyne.model_copy import attributes_of
 from heterodyne.model_output import NUMBER, loss_of
 
 __all__ = ["Role", "Traced", "export", "quiet", "tied_names"]
@@ -115,7 +116,7 @@ class _LossOnly(nn.Module):
         self.model = model
         self._names = example.names if example.keywords else None
         self._sizes = sizes
-        self._attributes = {name: dict(own) for name, tensor in _tensors(model).items() if (own := vars(tensor))}
+        self._attributes = {name: own for name, tensor in _tensors(model).items() if (own := attributes_of(tensor))}
 
     def forward(self, batch: tuple[Tensor, ...]) -> Tensor:
         if not torch.compiler.is_dynamo_compiling():
