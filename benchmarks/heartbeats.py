@@ -55,7 +55,9 @@ def traffic(size: int, state: str) -> list[int]:
     entries: dict[str, bytes] = {}
     stores = [Counted(entries) for _ in members]
     dogs = [
-        Watchdog(SignedStore(store_of(s), b"secret", timeout_s=1.0), rank=r, members=members)
+        Watchdog(
+            SignedStore(store_of(s), b"secret", timeout_s=1.0), rank=r, members=members, is_connected=lambda _: True
+        )
         for r, s in enumerate(stores)
     ]
     for rank, dog in enumerate(dogs):

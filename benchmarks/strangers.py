@@ -186,7 +186,7 @@ def store_calls(results: Results) -> None:
     with (
         kept_store(timedelta(seconds=30)) as (store, port),
         closing(Gateway(bound, secret=secret, store=port, say=print)) as gateway,
-        closing(Tunnel(LOOPBACK, gateway.port, secret=secret)) as tunnel,
+        closing(Tunnel(LOOPBACK, gateway.port, secret=secret, rank=1)) as tunnel,
     ):
         through = TCPStore(LOOPBACK, tunnel.port, is_master=False, wait_for_workers=False)
         for name, client in (("of rank 0", store), ("through the gateway", through)):

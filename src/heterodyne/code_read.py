@@ -5,17 +5,28 @@ from __future__ import annotations
 import dis
 import hashlib
 import inspect
+import re
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import attrgetter, itemgetter, methodcaller
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 from torch import nn
 
-__all__ = ["Around", "CodeRead", "around_of", "digest_of_code", "environment_of", "is_filled", "is_users"]
+__all__ = [
+    "Around",
+    "CodeRead",
+    "around_of",
+    "digest_of_code",
+    "environment_of",
+    "is_filled",
+    "is_users",
+    "looks_globals_up",
+]
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _ENTRIES: Final = frozenset({"forward", "__call__"})
@@ -46,8 +57,12 @@ _OF_LIFE: Final = frozenset(
 _OF_COMPILER: Final = "_compile_kwargs"
 """Lightning keeps the arguments of torch.compile there, a backend among them, which no forward calls."""
 _ENVIRONMENT: Final = frozenset({"environ", "getenv"})
+_OF_GLOBALS: Final = frozenset({"globals", "eval", "exec", "modules", "import_module", "__import__"})
 _OF_MODULES: Final = frozenset({"modules", "import_module"})
+_GETTERS = (attrgetter, itemgetter, methodcaller)
 _BASES = (nn.Module, object)
+_NAME: Final = re.compile(r"[^\W\d]\w*")
+_SPACE: Final = re.compile(r"\s")
 _MANY = 256  # longer lists are data
 _MOST = 10_000  # objects whose attributes are looked through
 
@@ -139,7 +154,10 @@ class _Reader:
 
     def _attribute(self, value: object) -> None:
         while isinstance(value, partial):
+            self._names(_names_in((*value.args, *value.keywords.values())), users=True)
             value = value.func
+        if isinstance(value, _GETTERS):
+            self._names(_names_in(value.__reduce__()[1]), users=True)
         if isinstance(value, MethodType):
             self.thing(value.__self__)
             value = value.__func__
@@ -148,8 +166,9 @@ class _Reader:
                 self._coming.append(value)
         elif isinstance(value, dict | list | tuple):
             for entry in list(value.values() if isinstance(value, dict) else value)[:_MANY]:
-                if callable(entry):
-                    self._attribute(entry)
+                self._attribute(entry)
+            if is_users(type(value)):
+                self.thing(value)
         elif isinstance(value, nn.Module) or (_has_attributes(value) and (callable(value) or is_users(type(value)))):
             self.thing(value)
 
@@ -182,12 +201,14 @@ class _Reader:
                     self._around(around.value, function)
 
     def _read(self, code: CodeType, *, users: bool) -> None:
-        named = set(code.co_names)
+        self._names(set(code.co_names) | (_names_in(code.co_consts) if users else set()), users=users)
+        self.assigned |= _named(code, "STORE_ATTR")
+
+    def _names(self, named: set[str], *, users: bool) -> None:
         for name in sorted(named - self.names):  # in one order in every process
             self._coming += self._methods.get(name, {}).values()
         self.names |= named
         self.own |= named if users else set()
-        self.assigned |= _named(code, "STORE_ATTR")
 
     def _around(self, value: object, function: FunctionType) -> None:
         if isinstance(value, ModuleType):
@@ -239,6 +260,12 @@ def environment_of(function: FunctionType) -> list[str]:
     return sorted(constant for constant in constants if isinstance(constant, str) and constant.isidentifier())
 
 
+def _names_in(constants: Iterable[object]) -> set[str]:
+    """Return the names in strings that may be handed to who reads attributes by name: ``"beta"``, ``"cfg.beta"``, ``"{0.beta}"``."""
+    texts = (constant for constant in constants if isinstance(constant, str) and not _SPACE.search(constant))
+    return {name for text in texts for name in _NAME.findall(text)}
+
+
 class _Cell:
     """A cell of a closure, to be read as a container of one entry."""
 
@@ -253,7 +280,16 @@ class _Cell:
 def _globals_read(code: CodeType) -> frozenset[str]:
     codes = list(_with_inner(code))
     written = {name for each in codes for name in _named(each, "STORE_GLOBAL")}
-    return frozenset(name for each in codes for name in _named(each, "LOAD_GLOBAL")) - written
+    read = {name for each in codes for name in _named(each, "LOAD_GLOBAL")}
+    if looks_globals_up(code):
+        read |= {name for each in codes for name in (*each.co_names, *_names_in(each.co_consts))}
+    return frozenset(read - written)
+
+
+@cache
+def looks_globals_up(code: CodeType) -> bool:
+    """Return whether code may read globals of its own module by other ways than their names: ``globals()``, ``sys.modules[__name__]``."""
+    return any(_OF_GLOBALS.intersection(each.co_names) for each in _with_inner(code))
 
 
 @cache

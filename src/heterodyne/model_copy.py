@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["copied"]
+__all__ = ["attributes_of", "copied"]
+
+_OF_COPIES: MutableMapping[Tensor, dict[str, Any]] = WeakTensorKeyDictionary()
+"""By a copy, the attributes that it was given: a tensor without data has attributes of torch's own besides."""
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -23,8 +28,19 @@ def copied(
         memo: by the id of an object, what takes its place.
         of_history: gives what takes the place of a computed tensor; None: its values.
     """
+    memo = {} if memo is None else memo
     with _Values(of_history or (lambda tensor: tensor.detach().clone())):
-        return copy.deepcopy(model, {} if memo is None else memo)
+        made = copy.deepcopy(model, memo)
+    for tensor in (*model.parameters(), *model.buffers()):  # whose attributes PyTorch does not copy
+        if own := attributes_of(tensor):
+            vars(memo[id(tensor)]).update(own)
+            _OF_COPIES[memo[id(tensor)]] = own
+    return made
+
+
+def attributes_of(tensor: Tensor) -> dict[str, Any]:
+    """Return the attributes that a script has given a weight, or the one of which this is a copy."""
+    return _OF_COPIES.get(tensor, {}) if isinstance(tensor, FakeTensor) else dict(vars(tensor))
 
 
 class _Values(TorchFunctionMode):

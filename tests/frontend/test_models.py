@@ -68,6 +68,14 @@ def test_flops_are_those_that_torch_counts(case: str, captured: Captured) -> Non
     assert counted_backward == backward
 
 
+def test_the_gradient_reaches_the_parameters_that_the_graph_names(case: str, captured: Captured) -> None:
+    model, batch = fresh(case)
+    loss_of(model(**batch)).backward()
+    stored = {id(p): name for name, p in model.named_parameters()}
+    touched = {stored[id(p)] for p in model.parameters() if p.grad is not None}
+    assert {name for name in captured.graph.reached if captured.graph.stored[name].trainable} == touched
+
+
 def test_saved_bytes_are_those_that_autograd_packs(case: str, captured: Captured) -> None:
     model, batch = fresh(case)
     weights = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}

@@ -22,6 +22,7 @@ from life.dense_models import (
     OfDataclass,
     Parted,
     Regressor,
+    Resting,
     Scaled,
     Siamese,
     Smoothed,
@@ -85,6 +86,16 @@ SUBJECTS = (
         build=Smoothed,
         batch=labelled,
         changes=(*LAYERS, number("smoothing", 0.1, 0.0, 0.3)),
+    ),
+    Subject(
+        name="parts at rest",
+        build=Resting,
+        batch=labelled,
+        changes=(
+            *LAYERS,
+            Change("gradients stopped", ("rests",), "model.rests = {}", ("True", "False"), alone=True),
+            Change("without gradients", ("warms",), "model.warms = {}", ("True", "False"), alone=True),
+        ),
     ),
     Subject(
         name="a config",

@@ -28,6 +28,7 @@ __all__ = [
     "OfDataclass",
     "Parted",
     "Regressor",
+    "Resting",
     "Scaled",
     "Siamese",
     "Smoothed",
@@ -86,6 +87,18 @@ class Smoothed(Classifier):
     def forward(self, points: Tensor, labels: Tensor) -> Tensor:
         smoothing = self.smoothing if self.training else 0.0
         return F.cross_entropy(self.head(self.hidden(points)), labels, label_smoothing=smoothing)
+
+
+class Resting(Classifier):
+    """A part that is not trained for a while: its result is detached, or it runs without gradients."""
+
+    rests = warms = False
+
+    def forward(self, points: Tensor, labels: Tensor) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.warms):
+            found = self.act(self.first(points))
+        found = found + self.act(self.second(found))
+        return F.cross_entropy(self.head(found.detach() if self.rests else found), labels)
 
 
 class Configured(Classifier):

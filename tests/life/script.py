@@ -99,7 +99,7 @@ class Plain:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # or later steps write into what it was given
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Of what the model still has, by the name of the parameter and of the value."""

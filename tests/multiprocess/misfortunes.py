@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from heterodyne.errors import DataError
 from heterodyne.runtime.comm.communicator import Communicator
+from heterodyne.runtime.liveness import members
 from heterodyne.runtime.liveness.failure_detector import WatchLimits
 from heterodyne.runtime.rendezvous.distributed import init_distributed
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
@@ -22,6 +24,7 @@ QUICK = WatchLimits(
 )
 ACTIONS = 6
 FOREVER_S = 3600.0
+HELD_S = 3 * QUICK.silence_s
 
 
 def say(word: str) -> None:
@@ -30,9 +33,18 @@ def say(word: str) -> None:
 
 
 def work(
-    environment: WorkerEnvironment, misfortune: str = "none", whose: int = -1, limits: WatchLimits = QUICK
+    environment: WorkerEnvironment,
+    misfortune: str = "none",
+    whose: int = -1,
+    limits: WatchLimits = QUICK,
+    apart: bool = False,
 ) -> None:
-    """A few steps of a forward and a reduction, in the middle of which something happens to rank `whose`."""
+    """A few steps of a forward and a reduction, in the middle of which something happens to rank `whose`.
+
+    ``apart``: no worker sees the processes of the others, as on machines of their own.
+    """
+    if apart:
+        members._machine = lambda: f"machine {environment.rank}"
     with init_distributed(environment, backend="gloo", timeout_s=30.0, limits=limits) as session:
         for index in range(ACTIONS):
             session.watchdog.progress(f"0F{index}")
@@ -66,6 +78,8 @@ def suffer(misfortune: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "holds the GIL":
+            ctypes.PyDLL(None).usleep(int(HELD_S * 1e6))
         case "hangs":
             time.sleep(FOREVER_S)
         case "fails":

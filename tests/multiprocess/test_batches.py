@@ -168,7 +168,7 @@ def test_forty_steps_over_three_lives_are_those_of_one_process(pool: Pool, kind:
     life = None
     for last, shares in LIVES:
         plan = plan_of(found, cluster_of(len(shares)), shares)
-        life = pool.run(len(shares), live, kind, found, plan, life, last)[0]
+        life = pool.run(len(shares), live, kind, found, plan, life, last, timeout_s=200.0)[0]
     assert life is not None
     assert life.losses == pytest.approx(plain(kind), rel=1e-5)
     assert life.losses[-1] < life.losses[0]

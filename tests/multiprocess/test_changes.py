@@ -40,13 +40,17 @@ class Network(nn.Module):
         self.act: Any = nn.Tanh()
         self.beta, self.config = 0.0, {"scale": 1.0}
         self.helps, self.squash = False, torch.tanh
+        self.rests, self.warm = False, False
         self.prior = torch.ones(16)
         self.register_buffer("mask", torch.ones(16))
         self.register_buffer("gate", None)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = self.act(self.first(x)) * self.mask
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.warm):
+            hidden = self.act(self.first(x)) * self.mask
         hidden = self.squash(self.second(hidden)) * self.prior * self.config["scale"]
+        if self.rests:
+            hidden = hidden.detach()
         if self.gate is not None:
             hidden = hidden * self.gate
         penalty = hidden.square().mean(1) * self.beta if self.beta > 0 else hidden.new_zeros(hidden.shape[0])
@@ -132,6 +136,8 @@ LIVES: dict[str, list[Change]] = {
     "another activation": _set("model", "act", nn.ReLU(), nn.GELU(), nn.Tanh()),
     "another function": _set("model", "squash", torch.sigmoid, torch.tanh),
     "a hook": [lambda model, _: _scale(model.second, 0.5), lambda model, _: model.second._forward_hooks.clear()],
+    "gradients stop in a part": _set("model", "rests", True, True, False, True),
+    "a part runs without gradients": _set("model", "warm", True, False, False, True),
     "an extra head in training": _set("model", "helps", True, True, False, True),
     "a mask of another shape": _set("model", "mask", torch.tensor(0.5), torch.tensor(0.5), MASK, torch.ones(16)),
     "a buffer where there was none": _set("model", "gate", MASK, MASK, None, 1 - MASK),
@@ -280,6 +286,8 @@ CHOSEN = {
         "a mask of another shape",
         "a buffer where there was none",
         "two denominators in one function",
+        "gradients stop in a part",
+        "a part runs without gradients",
         "an extra head in training",
     ],
     "split": [
@@ -288,7 +296,7 @@ CHOSEN = {
         "a tensor that is an attribute is replaced",
         "a criterion of another form",
     ],
-    "zero 3": ["a mask is replaced", "an entry of a dict"],
+    "zero 3": ["a mask is replaced", "an entry of a dict", "gradients stop in a part"],
 }
 
 

@@ -136,6 +136,18 @@ def test_a_slow_worker_is_not_taken_for_dead(crowd: Crowd) -> None:
         assert [worker.wait() for worker in workers] == [0, 0], [worker.output for worker in workers]
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_worker_elsewhere_that_runs_no_python_for_long_is_not_taken_for_dead(crowd: Crowd, victim: int) -> None:
+    workers = [crowd.start(work, "holds the GIL", victim, QUICK, True, rank=rank, world_size=3) for rank in range(3)]
+    assert [worker.wait() for worker in workers] == [0, 0, 0], [worker.output for worker in workers]
+
+
+def test_a_worker_elsewhere_that_dies_is_known_by_its_connections(crowd: Crowd) -> None:
+    workers = [crowd.start(work, "killed", 2, QUICK, True, rank=rank, world_size=3) for rank in range(3)]
+    assert [worker.wait() for worker in workers] == [GAVE_UP_ON_A_PEER, GAVE_UP_ON_A_PEER, -signal.SIGKILL]
+    assert "closed its connections: it died, or its host or the network is gone" in workers[1].output
+
+
 def test_a_rank_that_two_workers_claim_is_named_with_both(crowd: Crowd) -> None:
     workers = [crowd.start(meet_briefly, 30.0, rank=rank, world_size=3) for rank in (0, 1, 1)]
     for worker in workers:

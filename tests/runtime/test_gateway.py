@@ -25,6 +25,7 @@ from heterodyne.runtime.rendezvous.store import RunStore, kept_store, open_store
 from heterodyne.runtime.rendezvous.store_port import LOOPBACK, StorePort
 
 SECRET = b"the secret of this run"
+RANK = bytes([0, 0, 0, 1])
 TIMEOUT = timedelta(seconds=60)  # only a fault takes so long
 
 
@@ -39,7 +40,7 @@ class Place:
         self.gateway = Gateway(bound, secret=SECRET, store=port, say=self.said.append)
 
     def tunnel(self, secret: bytes = SECRET) -> Tunnel:
-        return Tunnel(LOOPBACK, self.gateway.port, secret=secret)
+        return Tunnel(LOOPBACK, self.gateway.port, secret=secret, rank=1)
 
     def stranger(self) -> socket.socket:
         return socket.create_connection((LOOPBACK, self.gateway.port), timeout=60)
@@ -126,15 +127,17 @@ def test_half_open_connections_and_floods_keep_nobody_out(place: Place, monkeypa
 def test_an_answer_cannot_be_sent_back_or_used_again(place: Place) -> None:
     with place.stranger() as first:
         greeting = first.recv(len(GREETING) + 32, socket.MSG_WAITALL)
-        first.sendall(greeting[-32:] + mac(SECRET, b"client", greeting[-32:], greeting[-32:])[::-1])
+        sent = greeting[-32:] + RANK
+        first.sendall(sent + mac(SECRET, b"client", greeting[-32:], sent)[::-1])
         assert ended(first) == b""
     with place.stranger() as first:
         server = first.recv(len(GREETING) + 32, socket.MSG_WAITALL)[-32:]
-        answer = bytes(32) + mac(SECRET, b"client", server, bytes(32))
+        sent = bytes(32) + RANK
+        answer = sent + mac(SECRET, b"client", server, sent)
         first.sendall(answer)
         proof = first.recv(32, socket.MSG_WAITALL)
-        assert proof == mac(SECRET, b"server", server, bytes(32))
-    for replayed in (answer, bytes(32) + proof):
+        assert proof == mac(SECRET, b"server", server, sent)
+    for replayed in (answer, sent + proof):
         with place.stranger() as second:
             second.recv(len(GREETING) + 32, socket.MSG_WAITALL)
             second.sendall(replayed)
@@ -147,13 +150,13 @@ def test_a_gateway_without_the_secret_is_not_believed(place: Place) -> None:
 
     async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(GREETING + bytes(32))
-        await reader.readexactly(64)
+        await reader.readexactly(68)
         writer.write(bytes(32))
         writer.close()
 
     async def against(server: asyncio.Server) -> None:
         port = server.sockets[0].getsockname()[1]
-        with closing(Tunnel(LOOPBACK, port, secret=SECRET)) as tunnel:
+        with closing(Tunnel(LOOPBACK, port, secret=SECRET, rank=1)) as tunnel:
             await asyncio.to_thread(tunnel.knock)
 
     async def run() -> None:

@@ -59,7 +59,9 @@ def gradients_of(model: nn.Module, names: list[tuple[str, ...]], process_group: 
     recorder = Recorder(rank=0, device=CPU, on=False)
     everything = frozenset(name for own in names for name in own)
     buckets = [(bucket, process_group) for bucket in buckets_of(names)]
-    return GradientBuckets(dict(model.named_parameters()), buckets, recorder, {0: everything})
+    found = GradientBuckets(dict(model.named_parameters()), buckets, recorder)
+    found.expect(everything, {0: everything})
+    return found
 
 
 ORDER = [("c.weight",), ("b.weight",), ("a.weight",), ("unused",)]

@@ -7,8 +7,11 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from functools import partial, reduce
+from operator import attrgetter
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +28,13 @@ KNOBS = ModuleType("knobs_of_a_test")
 KNOBS.__file__ = "knobs_of_a_test.py"
 
 
+GAIN_OF = attrgetter("namespace.gain")
+LOOKED_UP = 1.0
+DEEP = "namespace.deep.bend"
+SHOWN = "{0.shown}"
+OF_THREAD = threading.local()
+
+
 class Config:
     temperature = 1.0
 
@@ -39,6 +49,21 @@ class Registry:
 
 class Scaled(float):
     unit = 1.0
+
+
+class Missing(dict[str, float]):
+    default = 1.0
+
+    def __missing__(self, key: str) -> float:
+        return self.default
+
+
+class Factor:
+    def __init__(self) -> None:
+        self.inner = 1.0
+
+    def __rmul__(self, x: Tensor) -> Tensor:
+        return x * self.inner
 
 
 class Helper:
@@ -63,6 +88,7 @@ class Model(Base):
         self.acts = nn.ModuleDict({"t": nn.Tanh(), "s": nn.Softplus()})
         self.context: Any = contextlib.nullcontext()
         self.pair: Any = (1, 2)
+        self.of_partial, self.entry = partial(getattr, around.namespace, "of_partial"), around.table.get
         self.forward = lambda x: self.whole(x, around)  # type: ignore[method-assign]
 
     def whole(self, x: Tensor, around: Any) -> Tensor:
@@ -72,6 +98,20 @@ class Model(Base):
             x = self.linear(x)
         for act in (*self.ops.values(), *self.acts.values()):
             x = act(x)
+        x = (
+            x
+            * GAIN_OF(around)
+            * self.of_partial()
+            * self.entry("gain")
+            * around.missing["any"]
+            * globals()["LOOKED_UP"]
+            * getattr(sys.modules[__name__], "LATE", 1.0)
+            * getattr(self.linear.weight, "factor", 1.0)
+            * around.factors[0]
+            * float(SHOWN.format(around.namespace))
+            * getattr(OF_THREAD, "gain", 1.0)
+            * reduce(getattr, DEEP.split("."), around)
+        )
         x = around.helper.bend(scale(self.out(x))) * around.config.temperature * Registry.get()
         x = (x + around.offset) * math.copysign(1.0, self.sign) * self.k.unit * self.pair[0] * knobs_of_a_test.gain
         return (x - around.teacher(x.detach())).square().sum() * (2.0 if self.trains() else 1.0)
@@ -83,6 +123,8 @@ class Model(Base):
 class Around:
     def __init__(self) -> None:
         self.config, self.helper = Config(), Helper()
+        self.table, self.missing, self.factors = {"gain": 1.0}, Missing(), [Factor()]
+        self.namespace = SimpleNamespace(gain=1.0, of_partial=1.0, shown=1.0, deep=SimpleNamespace(bend=1.0))
         self.teacher = nn.BatchNorm1d(4).eval().requires_grad_(False)
         self.offset = nn.Parameter(torch.zeros(4), requires_grad=False)
 
@@ -118,6 +160,18 @@ CHANGES: dict[str, Change] = {
     "an attribute of a number": lambda m, _: setattr(m.k, "unit", 2.0),
     "another context": lambda m, _: setattr(m, "context", torch.no_grad()),
     "a list for a tuple": lambda m, _: setattr(m, "pair", [1, 2]),
+    "what an attrgetter reads": lambda _, a: setattr(a.namespace, "gain", 2.0),
+    "a name that code takes apart": lambda _, a: setattr(a.namespace.deep, "bend", 2.0),
+    "an attribute of the thread that was not there": lambda *_: setattr(OF_THREAD, "gain", 2.0),
+    "what a partial getattr reads": lambda _, a: setattr(a.namespace, "of_partial", 2.0),
+    "the dict of a bound method in C": lambda _, a: a.table.update(gain=2.0),
+    "an attribute of a dict of the user": lambda _, a: setattr(a.missing, "default", 2.0),
+    "what an operator of an entry reads": lambda _, a: setattr(a.factors[0], "inner", 2.0),
+    "a field of a format": lambda _, a: setattr(a.namespace, "shown", 2.0),
+    "an attribute of a weight": lambda m, _: setattr(m.linear.weight, "factor", 2.0),
+    "a global that is looked up": lambda *_: setattr(sys.modules[__name__], "LOOKED_UP", 2.0),
+    "a global that was not there": lambda *_: setattr(sys.modules[__name__], "LATE", 2.0),
+    "the default type": lambda *_: torch.set_default_dtype(torch.float64),
     "a function of torch": lambda *_: setattr(F, "linear", lambda x, w, b=None: x @ w),
 }
 
@@ -138,6 +192,10 @@ def around(monkeypatch: pytest.MonkeyPatch) -> Iterator[Around]:
     monkeypatch.setattr(scale, "__kwdefaults__", {"by": 1.0})
     monkeypatch.setattr(F, "linear", F.linear)
     yield Around()
+    vars(OF_THREAD).clear()
+    torch.set_default_dtype(torch.float32)
+    globals().pop("LATE", None)
+    globals()["LOOKED_UP"] = 1.0
     if "out" in vars(Model):
         del Model.out
 
@@ -189,6 +247,20 @@ class Odd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x) @ self.table.to_dense()
         return (x if math.isnan(self.limit) else x * self.limit).square().mean()
+
+
+class Marked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.linear.weight.factor = 3.0  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * getattr(self.linear.weight, "factor", 1.0)).square().mean()
+
+
+def test_attributes_of_weights_are_captured() -> None:
+    assert any(op.argument("other") == 3.0 for op in trace(Marked(), {"x": torch.randn(4, 4)}).graph.ops)
 
 
 def test_a_number_that_is_none_and_a_sparse_table_are_captured() -> None:

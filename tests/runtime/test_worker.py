@@ -161,6 +161,18 @@ def test_a_model_that_changed_since_its_capture_is_told() -> None:
         worker.step(case.batch)
 
 
+def test_a_weight_that_has_another_name_or_is_gone_is_told_with_what_to_do() -> None:
+    case = build(captured("gpt"), 4)
+    worker = worker_of(ALONE, case, ((4,),))
+    out = case.module.out
+    case.module.out = torch.nn.Sequential(out)
+    with pytest.raises(PlanError, match=r"out\.0\.weight \(was out\.weight\), .*: modules were put into others"):
+        worker.step(case.batch)
+    case.module.out = torch.nn.Identity()
+    with pytest.raises(PlanError, match=r"'out\.\w+' is not in the model any more"):
+        worker.step(case.batch)
+
+
 def test_rank_0_must_have_the_weights() -> None:
     with torch.device("meta"):
         case = build(captured("gpt"), 4)

@@ -53,6 +53,7 @@ from heterodyne.frontend.skeleton import skeleton
 from heterodyne.frontend.symbols import free_name
 from heterodyne.frontend.word_sets import ordered_word_sets
 from heterodyne.graph import ModuleOnly
+from heterodyne.model_copy import attributes_of
 from heterodyne.model_output import NUMBER, loss_of
 
 __all__ = ["Role", "Traced", "export", "quiet", "tied_names"]
@@ -115,6 +116,7 @@ class _LossOnly(nn.Module):
         self.model = model
         self._names = example.names if example.keywords else None
         self._sizes = sizes
+        self._attributes = {name: own for name, tensor in _tensors(model).items() if (own := attributes_of(tensor))}
 
     def forward(self, batch: tuple[Tensor, ...]) -> Tensor:
         if not torch.compiler.is_dynamo_compiling():
@@ -126,6 +128,9 @@ class _LossOnly(nn.Module):
         before = dict(self.model.named_buffers())
         if torch.compiler.is_dynamo_compiling():
             return self.loss(batch)
+        traced = _tensors(self.model) if self._attributes else {}
+        for name, own in self._attributes.items():  # what torch.export puts in the place of weights has none
+            vars(traced[name]).update(own)
         numbers = numbers_of(self.model)
         draws = PythonDraws(self.model)
         with torch.random.fork_rng(devices=()):
@@ -141,6 +146,10 @@ class _LossOnly(nn.Module):
     def loss(self, batch: tuple[Tensor, ...]) -> Tensor:
         output = self.model(*batch) if self._names is None else self.model(**dict(zip(self._names, batch, strict=True)))
         return loss_of(output)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
 
 
 def export(model: nn.Module, example: Example, *, numbers: Sequence[str] = ()) -> Traced:

@@ -6,6 +6,7 @@ and a model that is on the meta device, on a CPU or on an accelerator gives the 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from heterodyne.model_copy import copied
 
 __all__ = ["require_initialised", "skeleton"]
 
+_OF_TORCH = frozenset(vars(nn.Module()))
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -42,10 +44,23 @@ def skeleton(model: Module, mode: FakeTensorMode, computed: list[Tensor]) -> Mod
     try:
         return copied(model, stand_ins, of_history)
     except (TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
+        held = next(iter(_uncopied(model)), "something")
         raise CaptureError(
-            f"{type(model).__name__} holds something that cannot be copied ({error}), and it is traced on a copy, so that it stays "
-            "as it is. Keep open files, locks and process groups out of the model's attributes."
+            f"{type(model).__name__} holds {held} that cannot be copied ({error}), and it is traced on a copy, so that it stays as it is. "
+            "Keep what belongs to this process alone (open files, locks, generators, process groups, views of other objects) in a "
+            "variable of its module, and not in an attribute of the model."
         ) from error
+
+
+def _uncopied(model: nn.Module) -> Iterator[str]:
+    """Yield what the model has as attributes that cannot be copied: ``'blocks.0.cache' (a generator)``."""
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key not in _OF_TORCH and not isinstance(value, Tensor | nn.Module):
+                try:
+                    copy.deepcopy(value)
+                except Exception:  # noqa: BLE001  # whatever an object of the user's raises when it is copied
+                    yield f"{f'{path}.{key}' if path else key!r} (a {type(value).__name__})"
 
 
 def require_initialised(model: nn.Module) -> None:

@@ -195,6 +195,18 @@ class ModelGraph:
             return made.differentiable[ref.output]
         return ref.name in self.stored and self.stored[ref.name].trainable
 
+    @cached_property
+    def reached(self) -> frozenset[str]:
+        """The parameters that the gradient of the loss may reach: on one device all others have none, as behind a ``detach``."""
+        found: set[str] = set()
+        wanted = {self.output}
+        for op in reversed(self.ops):
+            flowing = {Ref(op.name, number) for number, flows in enumerate(op.differentiable) if flows}
+            if flowing and (op.writes or not flowing.isdisjoint(wanted)):  # what is written is read under another name
+                wanted.update(op.operands)
+                found.update(op.parameters)
+        return frozenset(found) if self.output is not None else frozenset(self.stored)
+
     def memory_of(self, ref: Ref) -> str | None:
         """The memory in which something lies that something else may write into: what an op has made, an input, or what is stored."""
         made = self.op_by_name.get(ref.name)

@@ -28,10 +28,15 @@ from heterodyne.plan.verify import require_runnable
 __all__ = ["lower"]
 
 
-def lower(plan: Plan, graph: ModelGraph, cluster: Cluster, *, clip: bool = True) -> Program:
-    """The program of a plan; ``clip`` adds gradient clipping. Raises PlanError with every rule that the plan breaks."""
+def lower(
+    plan: Plan, graph: ModelGraph, cluster: Cluster, *, clip: bool = True, traffic: Sequence[Traffic] | None = None
+) -> Program:
+    """The program of a plan; ``clip`` adds gradient clipping. Raises PlanError with every rule that the plan breaks.
+
+    ``traffic``: of each pipeline, where the graph that runs is another than that of which gradients are reduced.
+    """
     require_valid(plan, graph, cluster)
-    wanted = duties(plan, graph, cluster)
+    wanted = duties(plan, graph, cluster, traffic)
     passes = _passes(plan, cluster, wanted)
     program = _program(passes, wanted, clip=clip)
     try:

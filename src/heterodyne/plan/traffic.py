@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from heterodyne.cluster.spec import Cluster
@@ -93,12 +93,14 @@ class RankSpec:
     kept: frozenset[int] = frozenset()
 
 
-def duties(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[RankSpec | None, ...]:
-    """For each rank what it has to do; None for an idle one."""
+def duties(
+    plan: Plan, graph: ModelGraph, cluster: Cluster, traffic: Sequence[Traffic] | None = None
+) -> tuple[RankSpec | None, ...]:
+    """For each rank what it has to do; None for an idle one. ``traffic``: of each pipeline, where that is another graph's."""
     found: list[RankSpec | None] = [None] * len(cluster.devices)
     reduced = [bucket for bucket in planned_buckets(plan, graph) if len(bucket.owners) > 1]
     for number, pipeline in enumerate(plan.pipelines):
-        traffic = Traffic.of(pipeline, graph)
+        own_traffic = Traffic.of(pipeline, graph) if traffic is None else traffic[number]
         places = pipeline.place_of_stage
         reads = stages_reading(pipeline, graph)
         for place, devices in enumerate(pipeline.places):
@@ -109,7 +111,7 @@ def duties(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[RankSpec | 
                     pipeline=number,
                     stages=stages,
                     micro_batches=len(pipeline.micro_batches),
-                    traffic=traffic,
+                    traffic=own_traffic,
                     buckets=tuple(bucket.index for bucket in own),
                     zero=plan.zero,
                     readers={b.index: tuple(s for s in stages if not reads[s].isdisjoint(b.parameters)) for b in own},

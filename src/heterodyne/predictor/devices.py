@@ -26,6 +26,7 @@ class _Generation(Section):
     kinds: tuple[str, ...]
     units: int = Field(gt=0)
     best: float = Field(gt=0, le=1.2)
+    memory: float | None = Field(None, gt=0, le=1)
     flash2: tuple[float, float]
     cudnn: tuple[float, float] | None = None
     writes_behind: bool = False
@@ -76,7 +77,7 @@ def chip_of(device: Accelerator, precision: Precision, software: Software, known
         flops=of_products * rate * scaled,
         wide_flops=(_best_flops(device, generation.best, "bf16", known) if cast else of_products) * rate,
         units=generation.units,
-        memory_bytes_per_s=device.memory_bandwidth_bytes_per_s * stated.memory,
+        memory_bytes_per_s=device.memory_bandwidth_bytes_per_s * (generation.memory or stated.memory),
         attention=(narrow * most, wide * most),
         launch_s=fitted.launch_us * 1e-6,
         element_bytes=4 if precision in ("fp32", "tf32") else 2,

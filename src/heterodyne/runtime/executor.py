@@ -125,9 +125,7 @@ class Executor:
         recorder: Recorder,
         watch: Watch | None = None,
     ) -> None:
-        self._program = program
-        self._actions = program.ranks[rank]
-        self._names = {action: str(action) for action in self._actions}
+        self._rank = rank
         self.doing = ""  # the action that is under way, or was last
         self.updating = False  # from the first weight that a step changes until the caller has counted the step
         self.inputs: Mapping[str, Tensor] = {}  # of the latest forward
@@ -147,6 +145,13 @@ class Executor:
         )
         self._recorder = recorder
         self._watch = watch
+        self.follow(program)
+
+    def follow(self, program: Program) -> None:
+        """Run this program from the next step on: that of the same plan, for another graph of the model."""
+        self._program = program
+        self._actions = program.ranks[self._rank]
+        self._names = {action: str(action) for action in self._actions}
         # An idle rank has no gradients to look at, so those that have some say so.
         self._tells = any(not actions for actions in program.ranks)
         self._last_pass = max((i for i, a in enumerate(self._actions) if a.kind in ("B", "I", "W")), default=-1)

@@ -113,7 +113,7 @@ class RankModel:
             module, graph, self.buffers, self.ownership, rank=rank, device=communicator.device
         )
         self.parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
-        self._trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
+        self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.masters = self._masters(plan, slices, optimizer, host_activation_bytes)
         self._closing.callback(self.masters.close)
         self._watch = WeightWatch(
@@ -127,12 +127,12 @@ class RankModel:
             self.parameters,
             buckets,
             recorder,
-            completed_gradients(assignment.program.ranks[rank], plan, graph, role),
             {name: self.ownership.box(rank, name) for name in self.parameters},
             ranges,
             weights=self.masters if plan.zero > 1 else None,
             same_way=cut,
         )
+        self.expect(assignment)
         self._closing.callback(self.gradients.close)
         gathered = [a.index for a in assignment.program.ranks[rank] if a.kind == "GATHER" and a.index is not None]
         self.moves = OutsideMoves(self.masters, self.gradients, communicator, gathered, self.ownership.shards.keys())
@@ -150,6 +150,12 @@ class RankModel:
             followers=[other.rank for other in placement.places if not other.micro_batches.samples],
             keeps_options=not isinstance(optimizer, OptimizerSection),
         )
+
+    def expect(self, assignment: Assignment) -> None:
+        """Expect the gradients of the graph of that assignment from the next step on. On all ranks together."""
+        graph, actions = assignment.graph, assignment.program.ranks[assignment.rank]
+        completed = completed_gradients(actions, assignment.plan, graph, assignment.role)
+        self.gradients.expect(graph.reached, completed)
 
     def _masters(
         self,

@@ -178,6 +178,10 @@ class Worker:
             # All ranks alike: where one runs the module, it is beside others that run its graph.
             return any(communicator.agreement.gather_or_raise(stages.cut_out))
 
+        def switched(variant: Variant) -> None:
+            held.expect(variant.assignment)
+            self._executor.follow(variant.assignment.program)
+
         first = Capture(graph=graph, loss_count=loss_count, programs=stage_programs)
         stages = stages_of(first, assignment)
         cut = is_cut(stages)
@@ -209,7 +213,7 @@ class Worker:
             ),
             sample=held.sample,
             replaced=held.replaced,
-            switched=held.gradients.forget_unused,
+            switched=switched,
             watch=watch,
             say=say,
         )

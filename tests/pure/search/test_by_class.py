@@ -9,17 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterodyne.cluster import Cluster, Device, Link
+from heterodyne.cluster.fleet_cluster import fleet_of
 from heterodyne.cost.class_layers import ClassLayers
 from heterodyne.cost.layers import Widths
 from heterodyne.cost.memory import MemoryAssumptions
 from heterodyne.cost.model import CostModel
 from heterodyne.graph import ModelGraph
+from heterodyne.plan.bind import bind
 from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.check import violations
 from heterodyne.plan.lower import lower
 from heterodyne.search.by_class import ByClass
 from heterodyne.search.classes import ALIKE, class_cluster, class_names
 from heterodyne.search.fit import fit_devices
+from heterodyne.search.fleet.planner import FleetPlanner
+from heterodyne.search.fleet.written import PaperPlanner
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planner import plan
 from heterodyne.search.split import Split
@@ -76,6 +80,36 @@ def test_what_is_planned_for_classes_runs_on_the_devices(rates: list[float], sam
             lower(candidate.plan, model.graph, model.cluster), model.of(candidate.plan)
         ).step_s * (1 - 1e-9)
         assert candidate.step_s >= samples / sum(rates) * (1 - 1e-9)  # all devices always at work
+
+
+@pytest.mark.parametrize(("bytes_per_s", "apart"), [(1e30, 1e-9), (1e3, 0.05)], ids=["free messages", "slow messages"])
+@pytest.mark.parametrize(
+    ("rates", "samples", "memory"),
+    [([2.0, 1.0, 3.0], 7, 60_000), ([3.0, 2.0, 1.0, 2.0], 12, 2**40), ([1.0, 3.0, 2.0, 1.0, 3.0], 4, 60_000)],
+)
+def test_what_the_fleet_search_predicts_is_what_the_simulator_plays(
+    rates: list[float], samples: int, memory: int, bytes_per_s: float, apart: float
+) -> None:
+    """A slow message takes an eighth of a stage here: the estimate has it as a delay, the simulator on its link, behind other messages."""
+    link = Link(between=("n0", "n0"), bandwidth_bytes_per_s=bytes_per_s, latency_s=0.0)
+    model, machines = graph(6), cluster(len(rates), memory=memory, link=link)
+    believed = CostModel(
+        graph=model, cluster=machines, profile=profile(model, machines, [linear(1 / rate) for rate in rates])
+    )
+    searched = by_class(believed, samples)
+    names = class_names(believed)
+    classes = class_cluster(believed, names)
+    planner = FleetPlanner(fleet=fleet_of(classes), costs=searched._layers(names), global_batch=samples)
+    compared = 0
+    for row in PaperPlanner(planner=planner).plan(space=searched._space()).alternatives:
+        if row.plan is None or row.plan.predicted is None:
+            continue
+        bound = bind(row.plan.model_copy(update={"predicted": None}), model, classes)
+        bound = bound.model_copy(update={"cluster": machines.fingerprint})
+        played_s = simulate(lower(bound, model, machines), believed.of(bound)).step_s
+        assert row.plan.predicted.step_s == pytest.approx(played_s, rel=apart)
+        compared += 1
+    assert compared >= 3
 
 
 def test_a_layer_costs_a_class_what_its_member_was_measured_to_take() -> None:

@@ -168,9 +168,9 @@ class _Forms:
             where = f" It sets {', '.join(map(repr, names[:_MOST_NAMES]))} in forward." if names else ""
             raise VerifyError(
                 f"{self._graph.name} gives a loss of {again[0]:.6g} when it is called a second time on the same samples, and gave "
-                f"{self._reference[0]:.6g} the first time: it keeps something from one call to the next.{where} Each device calls it "
-                "for its own parts of a batch, so the copies would drift apart. Pass what the next call needs as an input of the batch, "
-                "or change it outside of forward, once a step"
+                f"{self._reference[0]:.6g} the first time: it, or the loss function, keeps something from one call to the next.{where} "
+                "Each device calls it for its own parts of a batch, so the copies would drift apart. Pass what the next call needs as an "
+                "input of the batch, or change it outside of forward, once a step"
             )
 
     def _require_batch_untouched(self) -> None:

@@ -170,8 +170,9 @@ class _Run:
         if not compare(again.loss, again.gradients, whole.loss, whole.gradients).largest <= self._bar:
             raise CaptureError(
                 f"the loss of {self._graph.name} is {again.loss:.7g} in a second call on the same samples, and was {whole.loss:.7g} in the "
-                "first: it keeps something from one call to the next. Each device calls it for its own parts of a batch, so the copies "
-                "would drift apart. Pass what the next call needs as an input of the batch, or change it outside of forward, once a step"
+                "first: it, or the loss function, keeps something from one call to the next. Each device calls it for its own parts of a "
+                "batch, so the copies would drift apart. Pass what the next call needs as an input of the batch, or change it outside of "
+                "forward, once a step"
             )
 
     def require_equal(self, whole: _Result, parts: _Result, sizes: Sequence[int]) -> None:

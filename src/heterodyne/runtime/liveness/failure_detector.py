@@ -20,12 +20,14 @@ BETWEEN_STEPS = "between steps"
 """The state in which a device does what the caller gives it, of which nothing is known here."""
 
 Kind = Literal["work", "wait", "phase", "left"]
-Life = Literal["unknown", "stopped", "alive"]
-"""What the machine says of a worker that is silent: nothing, that it is stopped, or that it runs, if only with little of the processor."""
+Life = Literal["unknown", "stopped", "alive", "connected"]
+"""What the system says of a worker that is silent: nothing, that it is stopped, that it runs, if only with little of the processor, or that
+its process is there, on another machine."""
 LIFE: dict[Life, str] = {
     "unknown": "was killed or stopped, or its host or the network is gone",
     "stopped": "is stopped (SIGSTOP, a debugger, or the job control of a shell)",
     "alive": "runs, but its machine gives it next to no time",
+    "connected": "is there, since its connections are open, but its threads do not run: it is stopped, or holds Python's lock (GIL)",
 }
 
 
@@ -71,7 +73,7 @@ class WatchLimits:
     def patience_s(self, silence_s: float, late_s: float, life: Life = "unknown") -> float:
         """How long a silence is borne where signs of life came so late before: a starved worker is not a dead one."""
         borne_s = silence_s + _LATE_FACTOR * late_s
-        return _ALIVE_FACTOR * borne_s if life == "alive" else borne_s
+        return _ALIVE_FACTOR * borne_s if life in ("alive", "connected") else borne_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,9 +249,9 @@ class FailureDetector:
             + f". Every rank makes the same calls in the same order; {_REMEDY}"
         )
 
-    def gone(self, rank: int) -> Failure:
+    def gone(self, rank: int, *, how: str = "died") -> Failure:
         """The failure of a worker whose process does not exist any more."""
-        return self._blame(rank, f"died{self._last_seen(rank)}")
+        return self._blame(rank, f"{how}{self._last_seen(rank)}")
 
     def _silent(self) -> Failure | None:
         own = self._heartbeats.get(self._rank)

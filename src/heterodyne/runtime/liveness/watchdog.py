@@ -78,6 +78,7 @@ class Watchdog:
     Args:
         store: a connection of its own to the one where the workers met; what is not signed is not believed.
         members: all workers, in order of rank.
+        is_connected: whether the process of a rank on another machine has a connection with the store (`RunStore.is_connected`).
         before_exit: called before the process is ended from here, to close files; it has a second.
     """
 
@@ -88,11 +89,13 @@ class Watchdog:
         rank: int,
         members: Sequence[Member],
         limits: WatchLimits | None = None,
+        is_connected: Callable[[int], bool],
         before_exit: Callable[[], None] | None = None,
     ) -> None:
         self._limits = limits or WatchLimits()
         self._rank = rank
         self._members = tuple(members)
+        self._is_connected = is_connected
         self._before_exit = before_exit
         self._pulse_store = store
 
@@ -378,10 +381,12 @@ class Watchdog:
         return stalled_s > limits.patience_s(limits.longest_silence_s, late_s, life)
 
     def _life(self, rank: int) -> Life:
-        """Of a worker on this machine the operating system knows whether it is stopped, or gets some time now and then."""
+        """Of a worker on this machine the operating system knows whether it is stopped, or gets some time now and then; of others, whether
+        they are there.
+        """
         member = self._members[rank]
         if member.machine != self._members[self._rank].machine:
-            return "unknown"
+            return "connected" if self._is_connected(rank) else "unknown"
         status, ran_s, now = member.process_status(), member.processor_s(), time.monotonic()
         if status in _STOPPED:
             return "stopped"
@@ -392,13 +397,16 @@ class Watchdog:
         return "alive" if status is not None and now - when < self._limits.silence_s else "unknown"
 
     def _gone(self, detector: FailureDetector) -> Failure | None:
-        """Of the workers on this machine the operating system knows at once."""
+        """Of the workers on this machine the operating system knows at once; of those on others, who keeps the store."""
         mine = self._members[self._rank].machine
         for member in self._members:
-            if member.machine != mine or member.rank == self._rank or self._has_left(member.rank):
+            if member.rank == self._rank or self._has_left(member.rank):
                 continue
-            if member.process_status() is None and not self._said_farewell(member.rank):
-                return self._after_sleep() or detector.gone(member.rank)
+            near = member.machine == mine
+            there = member.process_status() is not None if near else self._is_connected(member.rank)
+            if (near or self._rank == STORE_KEEPER) and not there and not self._said_farewell(member.rank):
+                how = "died" if near else "closed its connections: it died, or its host or the network is gone"
+                return self._after_sleep() or detector.gone(member.rank, how=how)
         return None
 
     def _said_farewell(self, rank: int) -> bool:

@@ -13,11 +13,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["ClassOf", "Compared", "Itself", "SameArray", "SameFunction", "SameTensor", "SameVariable", "are_equal"]
+__all__ = [
+    "ClassOf",
+    "Compared",
+    "Itself",
+    "SameArray",
+    "SameDefaultType",
+    "SameFunction",
+    "SameTensor",
+    "SameVariable",
+    "are_equal",
+]
 
 SMALL = 64
 """Elements that are compared of a tensor or an array: all, or so many of more."""
-_MOST_BYTES = 2**14  # of an array that is compared whole
+_MOST_BYTES = 2**18  # of an array that is compared whole
 _WITH_NUMPY = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool}
 )
@@ -138,6 +148,16 @@ class SameVariable:
 
     def is_still(self) -> bool:
         return os.environ.get(self.name) == self.value
+
+
+class SameDefaultType:
+    """The type of tensors that are made without one, as it was."""
+
+    def __init__(self) -> None:
+        self.value = torch.get_default_dtype()
+
+    def is_still(self) -> bool:
+        return torch.get_default_dtype() is self.value
 
 
 def are_equal(before: object, after: object) -> bool:

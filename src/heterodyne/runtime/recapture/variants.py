@@ -21,7 +21,9 @@ from heterodyne.errors import HeterodyneError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.loss_count import LossCount
 from heterodyne.plan.check import require_valid
+from heterodyne.plan.lower import lower
 from heterodyne.plan.realign import realigned
+from heterodyne.plan.traffic import Traffic
 from heterodyne.runtime.assignment import Assignment
 from heterodyne.runtime.batch_work import BatchWork
 from heterodyne.runtime.exact.later_batches import LaterBatches
@@ -136,7 +138,7 @@ class Variants:
         writes: of the script, to weights and to options of the optimizer.
         sample: a few values of what this rank holds, to compare with other ranks.
         replaced: the buffers that the script has put in the place of others.
-        switched: is called when something else begins to run in training.
+        switched: is called with what begins to run in training, when that is something else.
         watch: is informed of a capture, which takes long.
         say: takes a line for people.
     """
@@ -151,7 +153,7 @@ class Variants:
         writes: ScriptWrites,
         sample: Callable[[], Sample],
         replaced: ReplacedBuffers,
-        switched: Callable[[], None],
+        switched: Callable[[Variant], None],
         watch: Watch | None,
         say: Callable[[str], None],
     ) -> None:
@@ -221,7 +223,7 @@ class Variants:
         running = seen.variant
         self._follow(seen, before, modes=True)
         if seen.variant is not running:
-            self._switched()
+            self._switched(seen.variant)
 
     def evaluation(self) -> tuple[Variant, Mapping[str, Tensor]]:
         """What runs in evaluation, and the numbers that it is given; the module is in that mode. Raises PlanError as `step` does."""
@@ -271,6 +273,12 @@ class Variants:
         now = seen.read.parameters
         for name in sorted(self._parameters.keys() | now.keys()):
             parameter, dtype = self._parameters.get(name), self._dtypes.get(name)
+            if name not in now:
+                raise PlanError(
+                    f"{name!r} is not in the model any more, and optimizer, gradients and checkpoints have it. Leave the module "
+                    "where it is, and let forward go past it by an attribute (if not self.skips[i]: x = self.blocks[i](x)), or close the "
+                    "trainer and distribute the model as it is now"
+                )
             if parameter is not now.get(name):
                 raise PlanError(
                     f"{name!r} is another parameter than when the model was distributed, which the optimizer does not know. Write into "
@@ -331,7 +339,11 @@ class Variants:
         capture = self._again(self._module, self._replaced.whole, list(self._numbers))
         plan = realigned(first.plan, first.graph, capture.graph, self._replaced.whole.keys())
         require_valid(plan, capture.graph, first.cluster)
-        return capture, replace(first, graph=capture.graph, plan=plan)
+        # Where gradients flow now and did not before, or the other way round, ranks have other messages; their buckets stay.
+        traffic = [Traffic.of(pipeline, capture.graph) for pipeline in plan.pipelines]
+        clip = any(action.kind == "CLIP" for actions in first.program.ranks for action in actions)
+        program = lower(first.plan, first.graph, first.cluster, clip=clip, traffic=traffic)
+        return capture, replace(first, graph=capture.graph, plan=plan, program=program)
 
     def _together(self, do: Callable[[], T], words: str) -> T:
         """All ranks do it. Raises PlanError, on all of them, for what one of them raises."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from argparse import Namespace
 from array import array
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +14,8 @@ from functools import partial
 from multiprocessing.sharedctypes import SynchronizedBase
 from numbers import Number
 from operator import is_
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from threading import local
+from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType, ModuleType, SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -23,12 +25,13 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional
 from torch.nn.modules import module as module_hooks
 
-from heterodyne.code_read import CodeRead, around_of, environment_of, is_users
+from heterodyne.code_read import CodeRead, around_of, environment_of, is_users, looks_globals_up
 from heterodyne.runtime.recapture.values_read import (
     ClassOf,
     Compared,
     Itself,
     SameArray,
+    SameDefaultType,
     SameFunction,
     SameTensor,
     SameVariable,
@@ -36,12 +39,17 @@ from heterodyne.runtime.recapture.values_read import (
 
 __all__ = ["CALLED", "HOOKS", "Walk", "quoted"]
 
-CALLED = (FunctionType, BuiltinFunctionType, MethodType)
+CALLED = (FunctionType, BuiltinFunctionType, MethodType, MethodWrapperType)
 _PLAIN = (bool, int, float, complex, Number, str, bytes, type(None), Enum, range, slice, torch.Size)
 _MANY = 256  # longer lists are data
 _DEEP = 12  # of objects and containers in each other
 _OF_TORCH: Final = frozenset(vars(nn.Module()))
 _BYTES = (array, bytearray)
+_SEQUENCES = (list, tuple, deque)
+_SETS = (set, frozenset)
+_CONTAINERS = (Mapping, *_SEQUENCES, *_SETS)
+_HOLDERS = (SimpleNamespace, Namespace, local)
+"""Classes of the standard library whose objects have as attributes what the user puts there."""
 HOOKS: Final = tuple(key for key in _OF_TORCH if key.endswith("_hooks") and "state_dict" not in key)
 
 
@@ -97,6 +105,9 @@ class Walk:
         for key, table in vars(module_hooks).items():
             if key.startswith("_global_") and isinstance(table, dict):
                 self._hooks(f"torch.nn.modules.module.{key}", table)
+        default = SameDefaultType()
+        self._compared.append(default)
+        self.values["torch.get_default_dtype()"] = str(default.value)
         self._sizes = list(map(len, self._sized))
         self._versions = [tensor._version for tensor in self._tensors]
         self._trained = [(tensor.requires_grad, tensor.dtype) for tensor in self._stored]
@@ -166,6 +177,8 @@ class Walk:
         self._sized.append(table)
         for key, tensor in table.items():
             self._slot(table, key, tensor)
+            if tensor is not None:
+                self._object(_joined(path, key), tensor, 1)
             if tensor is not None and outside:
                 self._tensor(_joined(path, key), tensor)
             elif tensor is not None:
@@ -208,8 +221,9 @@ class Walk:
             self._array(name, value)
         elif isinstance(value, CALLED):
             self.values[quoted(name)] = SameFunction(value)
-            if isinstance(value, MethodType) and deep:
-                self._value(f"{name}.__self__", value.__self__, deep - 1)
+            of = getattr(value, "__self__", None)  # also of a method in C, as ``cfg.get``
+            if deep and of is not None and not isinstance(of, type | ModuleType):
+                self._value(f"{name}.__self__", of, deep - 1)
             elif isinstance(value, FunctionType) and deep:
                 self._object(name, value, deep - 1)
         elif deep and id(value) not in self._seen:
@@ -234,9 +248,9 @@ class Walk:
         elif isinstance(value, Mapping):
             self._ordered(name, value)
             self._entries(name, value, list(value), deep)
-        elif isinstance(value, list | tuple | deque):
+        elif isinstance(value, _SEQUENCES):
             self._entries(name, value, range(len(value)), deep)
-        elif isinstance(value, set | frozenset) and len(value) <= _MANY:
+        elif isinstance(value, _SETS) and len(value) <= _MANY:
             self.values[quoted(name)] = frozenset(map(repr, value))
             self._sized.append(value)
         elif isinstance(value, type | ModuleType):
@@ -259,6 +273,8 @@ class Walk:
             self._object(name, value, deep)
         else:
             self.values[quoted(name)] = Itself(value)
+        if isinstance(value, _CONTAINERS) and is_users(type(value)) and hasattr(value, "__dict__"):
+            self._object(name, value, deep)
         for key in _slots_of(type(value)):
             if hasattr(value, key) and self._is_read(key, users=is_users(type(value))):
                 self._attribute(f"{name}.{key}", _Attributes(value), key, getattr(value, key), deep)
@@ -282,7 +298,7 @@ class Walk:
     def _object(self, name: str, value: object, deep: int) -> None:
         """Attributes whose names are read. Those of an object of a library change in its own use (``config.dtype`` of Transformers on
         saving): of these the numbers, tensors and objects count."""
-        own, users = vars(value), is_users(type(value))
+        own, users = vars(value), is_users(type(value)) or isinstance(value, _HOLDERS)
         self._sized.append(own)
         for key, part in list(own.items()):
             if self._is_read(key, users=users) and (users or not isinstance(part, str | type(None))):
@@ -310,6 +326,8 @@ class Walk:
         same = self._readers.setdefault(function.__qualname__, [])
         same.append(function)
         reader = function.__qualname__ if len(same) == 1 else f"{function.__qualname__}, {len(same)}"
+        if looks_globals_up(function.__code__):
+            self._sized.append(function.__globals__)
         for around in around_of(function):
             name, value = f"{around.name} (read by {reader})", around.value
             self._slot(around.holder, around.key, value)

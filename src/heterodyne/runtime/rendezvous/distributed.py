@@ -85,6 +85,7 @@ def init_distributed(
             rank=environment.rank,
             members=members,
             limits=limits,
+            is_connected=run_store.is_connected,
             before_exit=before_exit,
         ) as watchdog:
             try:

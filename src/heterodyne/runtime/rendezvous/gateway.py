@@ -3,7 +3,8 @@
 torch's store has no password. So rank 0 keeps it at a `StorePort` and opens a `Gateway` where the workers meet, and each worker's client of
 the store connects to a `Tunnel` of its own process, which goes through the gateway; that of rank 0, to its `StoreDoor`. Tunnels and doors
 take connections of their own process only. The store itself and its clients are torch's: process groups may call them from threads that
-must not run Python.
+must not run Python. A worker's connections stay open, by its kernel's doing, as long as its process and its host are there, whatever
+its threads do: so they tell a worker that is busy from one that is gone.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _HANDSHAKE_S = 5.0
 _MOST_WAITING = 64  # connections that have not shown the secret
 _AGAIN_S = 15.0  # in which a tunnel tries again: under a flood, a gateway may drop who knows the secret too
 _MOST_NAMED = 8  # hosts of strangers that are named
+_KEPT_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 15_000}
+"""Options of a connection, as far as the system has them: it closes when the other host has not answered for about 15 s."""
 _BLOCK = 2**16
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -46,6 +49,7 @@ class _Connection(asyncio.StreamReaderProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._carrier = transport
         self._kept.add(transport)
+        _keep_alive(transport.get_extra_info("socket"))
         super().connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -128,6 +132,7 @@ class Gateway(_Listener):
         self._secret, self._store, self._say = secret, store, say
         self._waiting: dict[asyncio.StreamWriter, str] = {}
         self.strangers: Counter[str] = Counter()
+        self._connections: Counter[int] = Counter()  # of each rank that was ever let in
         super().__init__(listening, "heterodyne-gateway")
 
     async def _served(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -137,13 +142,21 @@ class Gateway(_Listener):
             next(one for one, host in self._waiting.items() if host == most).close()
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
-                await as_server(reader, writer, self._secret)
+                rank = await as_server(reader, writer, self._secret)
         except (HandshakeError, OSError, TimeoutError):
             self._count(_host(writer))
             return
         finally:
             del self._waiting[writer]
-        await _joined((reader, writer), await self._connected(sock=self._store.connect()))
+        self._connections[rank] += 1
+        try:
+            await _joined((reader, writer), await self._connected(sock=self._store.connect()))
+        finally:
+            self._connections[rank] -= 1
+
+    def is_connected(self, rank: int) -> bool:
+        """Return whether a connection of that rank's process is open."""
+        return self._connections[rank] > 0
 
     def _count(self, host: str) -> None:
         self.strangers[host] += 1
@@ -176,8 +189,8 @@ class StoreDoor(_Listener):
 class Tunnel(_Listener):
     """A port of loopback that leads this process through the gateway of the run to its store."""
 
-    def __init__(self, address: str, port: int, *, secret: bytes) -> None:
-        self._where, self._secret = (address, port), secret
+    def __init__(self, address: str, port: int, *, secret: bytes, rank: int) -> None:
+        self._where, self._secret, self._rank = (address, port), secret, rank
         bound = socket.socket()
         bound.bind((LOOPBACK, 0))
         self._none_open = threading.Event()
@@ -213,6 +226,11 @@ class Tunnel(_Listener):
             if self._open == 0:
                 self._none_open.set()
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether a connection through the gateway is open."""
+        return self._open > 0
+
     def wait_until_closed(self, seconds: float) -> bool:
         """Wait until no connection is left, at most that long. Returns whether none is."""
         return self._none_open.wait(seconds)
@@ -222,13 +240,20 @@ class Tunnel(_Listener):
             async with asyncio.timeout(_HANDSHAKE_S):
                 reader, writer = await self._connected(host=self._where[0], port=self._where[1])
                 try:
-                    await as_client(reader, writer, self._secret)
+                    await as_client(reader, writer, self._secret, self._rank)
                 except BaseException:
                     writer.close()
                     raise
         except TimeoutError as error:
             raise HandshakeError(f"what listens there does not answer within {_HANDSHAKE_S:.0f} s") from error
         return reader, writer
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEPT_ALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _host(writer: asyncio.StreamWriter) -> str:

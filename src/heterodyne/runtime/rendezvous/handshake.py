@@ -1,7 +1,7 @@
 """How two ends of a connection prove that both know the run's secret, without sending it.
 
-Challenge and response with HMAC-SHA256, mutual: each end sends 32 random bytes and the MAC of both ends' bytes, under a label of its role,
-so that no answer can be sent back or used again. Messages have fixed lengths. What follows is not encrypted.
+Challenge and response with HMAC-SHA256, mutual: each end sends 32 random bytes, the client its rank too, and the MAC of both ends' bytes,
+under a label of its role, so that no answer can be sent back or used again. Messages have fixed lengths. What follows is not encrypted.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import secrets
 
 __all__ = ["GREETING", "HandshakeError", "SecretError", "as_client", "as_server"]
 
-GREETING = b"heterodyne store 1\n"
+GREETING = b"heterodyne store 2\n"
 _NONCE = 32
+_RANK = 4
 _MAC = 32
 
 
@@ -25,24 +26,25 @@ class SecretError(HandshakeError):
     """The other end has another secret."""
 
 
-async def as_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
-    """Let in who knows the secret. Raises HandshakeError."""
+async def as_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> int:
+    """Let in who knows the secret, and return its rank. Raises HandshakeError."""
     own = secrets.token_bytes(_NONCE)
     writer.write(GREETING + own)
-    answer = await _exactly(reader, _NONCE + _MAC)
-    theirs, proof = answer[:_NONCE], answer[_NONCE:]
+    answer = await _exactly(reader, _NONCE + _RANK + _MAC)
+    theirs, proof = answer[:-_MAC], answer[-_MAC:]
     if not hmac.compare_digest(proof, mac(secret, b"client", own, theirs)):
         raise SecretError("it has another secret")
     writer.write(mac(secret, b"server", own, theirs))
     await writer.drain()
+    return int.from_bytes(theirs[_NONCE:], "big")
 
 
-async def as_client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
+async def as_client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, rank: int) -> None:
     """Show that this end knows the secret, and make sure that the other one does. Raises HandshakeError."""
     greeting = await _exactly(reader, len(GREETING) + _NONCE)
     if not greeting.startswith(GREETING):
         raise HandshakeError("what listens there is another program")
-    theirs, own = greeting[len(GREETING) :], secrets.token_bytes(_NONCE)
+    theirs, own = greeting[len(GREETING) :], secrets.token_bytes(_NONCE) + rank.to_bytes(_RANK, "big")
     writer.write(own + mac(secret, b"client", theirs, own))
     try:
         proof = await _exactly(reader, _MAC)
@@ -53,7 +55,7 @@ async def as_client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
 
 
 def mac(secret: bytes, role: bytes, server: bytes, client: bytes) -> bytes:
-    """The proof of one end: 32 bytes that only who knows the secret can make for these random bytes of both."""
+    """The proof of one end: 32 bytes that only who knows the secret can make for what both have sent."""
     return hmac.digest(secret, role + b"\0" + server + client, "sha256")
 
 

@@ -49,16 +49,23 @@ class RunStore:
     Args:
         store: torch's, with keys of this meeting only.
         key: signs what is of this meeting.
-        tunnel: the way to the store, where it is behind a gateway of another process.
+        tunnel: the way to the store, where it is behind a gateway of another process; ``gateway``: that of this process.
     """
 
     store: Store
     key: bytes
     tunnel: Tunnel | None
+    gateway: Gateway | None
 
     def signed(self, *, timeout_s: float) -> SignedStore:
         """A connection of its own that writes and believes only signed entries. One request takes at most ``timeout_s``."""
         return SignedStore(self.store, self.key, timeout_s=timeout_s)
+
+    def is_connected(self, rank: int) -> bool:
+        """Return whether the process of a rank is connected with the store, as far as is seen here: rank 0 sees all, others rank 0."""
+        if self.gateway is not None:
+            return self.gateway.is_connected(rank)
+        return rank != 0 or self.tunnel is None or self.tunnel.is_connected
 
     def wait_until_closed(self) -> None:
         """Wait until rank 0 has closed its gateway, so that a next meeting is not taken for this one; at most half a minute."""
@@ -124,6 +131,7 @@ class _Opening:
         self._address, self._port = environment.master_address, environment.master_port
         self._secret = (environment.secret or secret_of_user()).encode()
         self._timeout = timedelta(seconds=max(1.0, min(waiting.most_s, _STORE_TIMEOUT_S)))
+        self._gateway: Gateway | None = None
 
     @property
     def where(self) -> str:
@@ -161,7 +169,7 @@ class _Opening:
         # What was signed in another meeting, of this run or of another one with the same secret, is not believed in this one.
         meeting = store.compare_set("meeting", "", secrets.token_hex(16))
         key = hmac.digest(self._secret, f"{environment.attempt}/{times}/".encode() + meeting, "sha256")
-        return RunStore(store=store, key=key, tunnel=tunnel)
+        return RunStore(store=store, key=key, tunnel=tunnel, gateway=self._gateway)
 
     def _guarded(self) -> TCPStore:
         one_machine = self._environment.local_world_size == self._environment.world_size
@@ -176,14 +184,15 @@ class _Opening:
         except BaseException:
             bound.close()
             raise
-        gateway = Gateway(bound, secret=self._secret, store=port, say=self._say)
-        self._stack.enter_context(closing(gateway))
-        self._port = gateway.port
+        self._gateway = Gateway(bound, secret=self._secret, store=port, say=self._say)
+        self._stack.enter_context(closing(self._gateway))
+        self._port = self._gateway.port
         return store
 
     def _through_tunnel(self, *, keep: Callable[[], TCPStore] | None = None) -> RunStore:
         """By the gateway at the address; ``keep`` opens it where nobody has yet."""
-        tunnel = self._stack.enter_context(closing(Tunnel(self._address, self._port, secret=self._secret)))
+        tunnel = Tunnel(self._address, self._port, secret=self._secret, rank=self._environment.rank)
+        self._stack.enter_context(closing(tunnel))
         refused_at: float | None = None
         while True:
             try:

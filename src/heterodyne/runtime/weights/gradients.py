@@ -43,7 +43,6 @@ class GradientBuckets:
         buckets: those of the plan that hold any of them, with the process group that joins the ranks whose gradients are summed; None, or
             one of one rank: this worker is alone with them.
         recorder: is informed when each reduction starts and ends.
-        completed: for each stage, the parameters whose gradients its last backward completes.
         boxes: of the parameters of which this rank has a box.
         ranges: by number of a bucket whose state is sharded, the range of each rank of its process group.
         weights: what this rank updates, where gradients are sharded too: takes those of its own ranges; None: they are not.
@@ -61,7 +60,6 @@ class GradientBuckets:
         parameters: Mapping[str, nn.Parameter],
         buckets: Sequence[tuple[Bucket, ProcessGroup | None]],
         recorder: Recorder,
-        completed: Mapping[int, frozenset[str]],
         boxes: Mapping[str, Box] | None = None,
         ranges: Mapping[int, Sequence[Range]] | None = None,
         *,
@@ -75,13 +73,17 @@ class GradientBuckets:
         self._gathering: deque[tuple[FlatBucket, Work]] = deque()
         self.same_way = same_way
         self._recorder = recorder
-        self._completed = completed
+        self._completed: Mapping[int, frozenset[str]] = {}
         self._buckets = self._allocate(buckets, parameters)
         self._entries = [entry for bucket in self._buckets for entry in bucket.entries]
         self._entries_of: dict[int, list[Entry]] = {}
         for entry in self._entries:
             self._entries_of.setdefault(id(entry.parameter), []).append(entry)
         self._unused: frozenset[str] | None = None
+        self._beyond: list[
+            Entry
+        ] = []  # what the gradient of the loss does not reach: behind a detach pieces of a graph give zeros
+        self._without: frozenset[str] = frozenset()  # the parameters that have no gradient after the latest step
         self._filled: list[bool] | None = None  # of each entry, when the unused ones were last looked for
         self._frozen: frozenset[str] = frozenset()
         self._armed: frozenset[str] = frozenset()
@@ -89,9 +91,16 @@ class GradientBuckets:
         self._next = 0
         self._hooks = [_on_gradient(of[0].parameter, self._hook(of)) for of in self._entries_of.values()]
 
-    def forget_unused(self) -> None:
-        """Find out anew in the next step which parameters get no gradient: other code runs from now on. On all ranks together."""
+    def expect(self, reached: Collection[str], completed: Mapping[int, frozenset[str]]) -> None:
+        """Expect the gradients of another graph from now on, and find out anew which parameters get none. On all ranks together.
+
+        Args:
+            reached: the parameters that the gradient of the loss may reach (`ModelGraph.reached`).
+            completed: for each stage, the parameters whose gradients its last backward completes.
+        """
         self._unused, self._filled = None, None
+        self._completed = completed
+        self._beyond = [entry for entry in self._entries if entry.name not in reached]
 
     def begin(self) -> None:
         """Start a step: every gradient is None, nothing is launched."""
@@ -154,12 +163,18 @@ class GradientBuckets:
             self._unused = self._find_untouched() - (self._frozen if self.same_way else frozenset())
             self._filled = [entry.filled for entry in self._entries]
         self._in_step = False
-        untouched = self._untouched
+        self._without = self._untouched | {entry.name for entry in self._beyond if not self._any_of(entry)}
         for entry in self._entries:
-            if entry.name in untouched:
+            if entry.name in self._without:
                 entry.parameter.grad = None
                 if self._weights is not None:
                     self._weights.own_gradients.pop(entry.name, None)
+
+    def _any_of(self, entry: Entry) -> bool:
+        """Whether a gradient that is reduced is anything but zero, as far as this rank has it."""
+        own = None if self._weights is None else self._weights.own_gradients.get(entry.name)
+        found = [gradient for gradient in (own, entry.parameter.grad) if gradient is not None]
+        return any(bool(gradient.any()) for gradient in found)
 
     @torch.no_grad()
     def gather(self, number: int) -> None:
@@ -217,7 +232,7 @@ class GradientBuckets:
                 if entry.name in apart:
                     bucket.buffer[first:last].copy_(apart[entry.name].reshape(-1))
             bucket.process_group.all_gather_ranges(bucket.buffer, bucket.ranges).wait()
-            found |= {e.name: e.view for e in bucket.entries if e.view is not None and e.name not in self._untouched}
+            found |= {e.name: e.view for e in bucket.entries if e.view is not None and e.name not in self._without}
             bucket.close()
         return found
 

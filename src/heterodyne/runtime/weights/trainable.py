@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -39,9 +39,19 @@ def forward_order(module: nn.Module, graph: ModelGraph) -> dict[str, int]:
     return {name: number for number, name in enumerate(dict.fromkeys([*read, *trainable_parameters(module, graph)]))}
 
 
-def require_none_unfrozen(module: nn.Module, trained: Collection[str]) -> None:
+def require_none_unfrozen(module: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
     """Raises PlanError if a parameter is trained now that was frozen, or not there, when buckets and optimizer were made (``trained``)."""
     late = [name for name, p in module.named_parameters() if p.requires_grad and name not in trained]
+    before = {id(parameter): name for name, parameter in trained.items()}
+    moved = [
+        f"{name} (was {before[id(p)]})" for name, p in module.named_parameters() if name in late and id(p) in before
+    ]
+    if moved:
+        raise PlanError(
+            f"{', '.join(moved[:5])}: modules were put into others since the trainer was made; plan, optimizer state and checkpoints go "
+            "by the names of parameters. Give the model that form before it is distributed (a place for what comes later can be an "
+            "nn.Identity, whose successor has no weights), or close the trainer and distribute the model as it is now"
+        )
     renamed = [name for name in late if name.rpartition(".")[2] not in {known.rpartition(".")[2] for known in trained}]
     if renamed:
         raise PlanError(
