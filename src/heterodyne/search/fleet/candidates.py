@@ -123,7 +123,7 @@ def _of_size(predictor: Predictor, space: Space, kinds: Sequence[Kind], size: in
     devices, _ = _devices(kinds, chains, runs, len(limits.room))
     estimate = estimates.of(chains, runs, np.maximum(1, limits.most_of(devices)))
     shorter = _without_surplus(runs, estimate.layers, len(kinds[0].table.costs))
-    chains, runs = _distinct(np.concatenate([chains, chains]), np.concatenate([runs, shorter]))
+    chains, runs = _distinct(*_together(np.concatenate([chains, chains]), np.concatenate([runs, shorter])))
     devices, bits = _devices(kinds, chains, runs, len(limits.room))
     count = limits.most_of(devices)
     estimate = estimates.of(chains, runs, np.maximum(1, count))
@@ -154,8 +154,11 @@ def _reordered(chains: Ints, runs: Ints) -> tuple[Ints, Ints]:
         orders = [(*range(at), at + 1, at, *range(at + 2, wide)) for at in range(wide - 1)]
         orders.append(tuple(range(wide)))
     every = [(chains[:, order], runs[:, order]) for order in map(list, orders)]
-    chains, runs = (np.concatenate(own) for own in zip(*every, strict=True))
-    # Unused places come last.
+    return _together(*(np.concatenate(own) for own in zip(*every, strict=True)))
+
+
+def _together(chains: Ints, runs: Ints) -> tuple[Ints, Ints]:
+    """With unused places last."""
     order = np.argsort(runs == 0, axis=1, kind="stable")
     return np.take_along_axis(chains, order, axis=1), np.take_along_axis(runs, order, axis=1)
 
