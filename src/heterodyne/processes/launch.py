@@ -36,7 +36,7 @@ __all__ = ["WorkerSpec", "launch_workers", "most_workers", "to_standard_error"]
 _WORKERS_PER_CORE = 32
 _WORKER_BYTES = 2**27  # resident, once torch is loaded
 _POLL_S = 0.05
-_CULPRIT_S = 4.0  # how long the failure of a worker that blames another may wait for that other one's own end
+_CULPRIT_S = 10.0  # how long the failure of a worker that blames another may wait for that other one's own end
 _TOLD_S = (
     10.0  # how long rank 0 may take to tell an error that others have told: it ends last, because it keeps the store
 )
