@@ -40,7 +40,7 @@ _CULPRIT_S = 4.0  # how long the failure of a worker that blames another may wai
 _TOLD_S = (
     10.0  # how long rank 0 may take to tell an error that others have told: it ends last, because it keeps the store
 )
-_MOST_PATIENCE = 5.0  # times as long
+_MOST_PATIENCE = 5.0  # times these two, on a busy machine
 _TAIL_LINES = 20
 _TAIL_BYTES = 16_384
 
@@ -262,7 +262,7 @@ def _culprit(workers: Sequence[_Worker], first: Collection[int]) -> _Worker:
 
 def _patience_s(seconds: float) -> float:
     """Return how long that may take on this machine now: longer where more processes want to run than it has cores."""
-    waiting = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 1.0
+    waiting = os.getloadavg()[0] / (os.cpu_count() or 1)
     return seconds * min(max(1.0, waiting), _MOST_PATIENCE)
 
 
