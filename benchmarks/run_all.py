@@ -67,6 +67,7 @@ BENCHMARKS = (
     "bad_inputs",
     "strangers",
     "way_out",
+    "crowded",
     "heartbeats",
     "trackers",
     "accelerator_path",
@@ -84,6 +85,7 @@ BENCHMARKS = (
     "planner_gap",
     "planner_quality",
     "planner_golden",
+    "planner_invariants",
     "planner_optimality",
     "planner_here",
 )

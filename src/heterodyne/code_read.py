@@ -57,8 +57,8 @@ _OF_LIFE: Final = frozenset(
 _OF_COMPILER: Final = "_compile_kwargs"
 """Lightning keeps the arguments of torch.compile there, a backend among them, which no forward calls."""
 _ENVIRONMENT: Final = frozenset({"environ", "getenv"})
-_OF_GLOBALS: Final = frozenset({"globals", "eval", "exec", "modules", "import_module", "__import__"})
 _OF_MODULES: Final = frozenset({"modules", "import_module"})
+_OF_GLOBALS: Final = _OF_MODULES | {"globals", "eval", "exec", "__import__"}
 _GETTERS = (attrgetter, itemgetter, methodcaller)
 _BASES = (nn.Module, object)
 _NAME: Final = re.compile(r"[^\W\d]\w*")
@@ -288,7 +288,7 @@ def _globals_read(code: CodeType) -> frozenset[str]:
 
 @cache
 def looks_globals_up(code: CodeType) -> bool:
-    """Return whether code may read globals of its own module by other ways than their names: ``globals()``, ``sys.modules[__name__]``."""
+    """Return whether code may read globals of its own module other than by their names: ``globals()["a"]``, ``sys.modules[__name__].a``."""
     return any(_OF_GLOBALS.intersection(each.co_names) for each in _with_inner(code))
 
 

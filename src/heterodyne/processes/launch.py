@@ -40,6 +40,7 @@ _CULPRIT_S = 4.0  # how long the failure of a worker that blames another may wai
 _TOLD_S = (
     10.0  # how long rank 0 may take to tell an error that others have told: it ends last, because it keeps the store
 )
+_MOST_PATIENCE = 5.0  # times these two, on a busy machine
 _TAIL_LINES = 20
 _TAIL_BYTES = 16_384
 
@@ -239,7 +240,7 @@ def _culprit(workers: Sequence[_Worker], first: Collection[int]) -> _Worker:
     that miss it, and one that aborted itself (SIGABRT, as libraries do that lose a peer) only if there is no other.
     An error that is told (a mistake in a file, say) is often every rank's: then rank 0, which has the terminal, gets time to tell it.
     """
-    until, until_told = time.monotonic() + _CULPRIT_S, time.monotonic() + _TOLD_S
+    until, until_told = (time.monotonic() + _patience_s(seconds) for seconds in (_CULPRIT_S, _TOLD_S))
     while True:
         failed = [worker for worker in workers if worker.returncode]
         own_fault = [worker for worker in failed if worker.returncode != GAVE_UP_ON_A_PEER]
@@ -257,6 +258,12 @@ def _culprit(workers: Sequence[_Worker], first: Collection[int]) -> _Worker:
         if not own_fault and (time.monotonic() > until or len(failed) == len(workers)):
             return failed[0]
         time.sleep(_POLL_S)
+
+
+def _patience_s(seconds: float) -> float:
+    """Return how long that may take on this machine now: longer where more processes want to run than it has cores."""
+    waiting = os.getloadavg()[0] / (os.cpu_count() or 1)
+    return seconds * min(max(1.0, waiting), _MOST_PATIENCE)
 
 
 def _report(culprit: _Worker, returncode: int, others: int) -> str:

@@ -3,8 +3,8 @@
 torch's store has no password. So rank 0 keeps it at a `StorePort` and opens a `Gateway` where the workers meet, and each worker's client of
 the store connects to a `Tunnel` of its own process, which goes through the gateway; that of rank 0, to its `StoreDoor`. Tunnels and doors
 take connections of their own process only. The store itself and its clients are torch's: process groups may call them from threads that
-must not run Python. A worker's connections stay open, by its kernel's doing, as long as its process and its host are there, whatever
-its threads do: so they tell a worker that is busy from one that is gone.
+must not run Python. The kernel keeps the connections of a worker
+open as long as its process and its host exist, even if none of its threads runs: that tells a busy worker from a dead one.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ class _OfSize:
         chains, runs, layers = self._estimated(*_arrays(found))[1:]
         chains, runs, layers = self._estimated(*_reordered(chains, runs))[1:]
         shorter = _without_surplus(runs, layers, len(self.kinds[0].table.costs))
-        return self._estimated(np.concatenate([chains, chains]), np.concatenate([runs, shorter]))[0]
+        return self._estimated(*_together(np.concatenate([chains, chains]), np.concatenate([runs, shorter])))[0]
 
     def _estimated(self, chains: Ints, runs: Ints) -> tuple[Candidates, Ints, Ints, Floats]:
         """Those of some pipelines that fit with the least estimated steps over the same devices; with their kinds, the stages of each and
@@ -296,8 +296,11 @@ def _reordered(chains: Ints, runs: Ints) -> tuple[Ints, Ints]:
         orders = [(*range(at), at + 1, at, *range(at + 2, wide)) for at in range(wide - 1)]
         orders.append(tuple(range(wide)))
     every = [(chains[:, order], runs[:, order]) for order in map(list, orders)]
-    chains, runs = (np.concatenate(own) for own in zip(*every, strict=True))
-    # Unused places come last.
+    return _together(*(np.concatenate(own) for own in zip(*every, strict=True)))
+
+
+def _together(chains: Ints, runs: Ints) -> tuple[Ints, Ints]:
+    """With unused places last."""
     order = np.argsort(runs == 0, axis=1, kind="stable")
     return np.take_along_axis(chains, order, axis=1), np.take_along_axis(runs, order, axis=1)
 
