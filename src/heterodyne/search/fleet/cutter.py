@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from heterodyne.cost.layers import Widths
-from heterodyne.search.fleet.arrays import Floats, Ints, between
+from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.plan import Template, TemplateStage
 from heterodyne.search.fleet.predict import Predictor
+from heterodyne.search.fleet.stage_costs import StageCosts
 
 __all__ = ["Cutter", "Places", "least_cut"]
 
@@ -26,9 +26,7 @@ class Cutter:
 
     predictor: Predictor
     recompute: bool
-    _costs: dict[tuple[str, Widths, int, int, int, int], tuple[Floats, NDArray[np.bool_]]] = field(
-        default_factory=dict, repr=False
-    )
+    _costs: dict[tuple[str, Widths, int, int, int], StageCosts] = field(default_factory=dict, repr=False)
 
     def cut(self, runs: Places, size: int, rounds: int, replicas: int, zero: int) -> Iterator[Template]:
         """The optimal cuts for a number of micro-batches and for very many; none where the pipeline does not fit.
@@ -46,10 +44,11 @@ class Cutter:
         overlap = self.predictor.software.overlap_sends
         costs, bare = [], []
         for number, (pool, widths) in enumerate(places):
-            own, plain = self._cost(pool, widths, size, min(len(places) - number, rounds), replicas, zero)
-            own = own[number : number + first, number + 1 : number + 1 + first]
+            held = min(len(places) - number, rounds)
+            every = self._cost(pool, widths, size, replicas, zero)
+            own = every.seconds(held)[number : number + first, number + 1 : number + 1 + first]
             costs.append(own if overlap else own + waits[number])
-            bare.append(plain)
+            bare.append(every.fits_plain(held))
         for count in (rounds, None):
             points = least_cut(costs, count, sends if overlap else ())
             if points is not None:
@@ -59,27 +58,14 @@ class Cutter:
                 )
                 yield Template(micro_batch=size, stages=tuple(stages))
 
-    def _cost(
-        self, pool: str, widths: Widths, size: int, held: int, replicas: int, zero: int
-    ) -> tuple[Floats, NDArray[np.bool_]]:
-        """Seconds per micro-batch of a stage from any layer to any other, infinite where it does not fit, and whether it fits without
-        recompute.
-        """
-        key = pool, widths, size, held, replicas, zero
+    def _cost(self, pool: str, widths: Widths, size: int, replicas: int, zero: int) -> StageCosts:
+        key = pool, widths, size, replicas, zero
         if key not in self._costs:
             own = self.predictor.fleet.pool(pool)
             table = self.predictor.tables.table(own.kind, widths, size)
             assert table is not None  # it is one of the widths that the pool may have
-            level = zero if replicas * widths.copies > 1 else 0
-            room = [
-                table.most_held(level, replicas, float(own.memory_bytes), recompute=again) >= held
-                for again in (False, self.recompute)
-            ]
-            forward, backward, recomputed = (between(own.tolist()) for own in table.passes)
-            plain = forward + backward
-            cost = np.where(room[0], plain, np.where(room[1], plain + recomputed, np.inf))
-            cost[np.tri(len(cost), dtype=bool)] = np.inf
-            self._costs[key] = cost, room[0]
+            memory = float(own.memory_bytes)
+            self._costs[key] = StageCosts.of(table, memory, replicas, zero, recompute=self.recompute)
         return self._costs[key]
 
     def _sends(self, places: Sequence[tuple[str, Widths]], size: int) -> list[float]:

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from heterodyne.search.fleet.arrays import Floats, Ints, between
+from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.counts import best_per_devices
 from heterodyne.search.fleet.kinds import Kind
+from heterodyne.search.fleet.stage_costs import StageCosts
 
 __all__ = ["ExactSearch", "Found"]
 
@@ -186,17 +187,8 @@ class ExactSearch:
         held = np.arange(min(self.max_stages, self._layers, int(self.room.sum())) + 1)[:, None, None]
         found = []
         for kind, waits_s in zip(self.kinds, self.waits_s, strict=True):
-            level = self.zero if self.replicas * kind.widths.copies > 1 else 0
-            room = [
-                kind.table.most_held(level, self.replicas, kind.memory_bytes, recompute=again) >= held
-                for again in (False, True)
-            ]
-            forward, backward, recomputed = (between(own.tolist()) for own in kind.table.passes)
-            plain = forward + backward + waits_s
-            again = plain + recomputed if self.recompute else np.inf
-            cost = np.where(room[0], plain, np.where(room[1], again, np.inf))
-            cost[:, np.tri(self._layers + 1, dtype=bool)] = np.inf
-            found.append(cost)
+            own = StageCosts.of(kind.table, kind.memory_bytes, self.replicas, self.zero, recompute=self.recompute)
+            found.append(own.seconds(held) + waits_s)
         return np.array(found).swapaxes(0, 1)
 
     @property

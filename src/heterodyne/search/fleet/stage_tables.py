@@ -23,6 +23,7 @@ class StageTables:
     fleet: Fleet
     tables: Tables
     _known: dict[Template, tuple[Table, ...]] = field(default_factory=dict, repr=False)
+    _tied: dict[Template, tuple[tuple[int, ...], float]] = field(default_factory=dict, repr=False)
     _sums: BoundedCache[Template, StageSums] = field(default_factory=lambda: BoundedCache(_SUMS_KEPT), repr=False)
 
     def of(self, template: Template) -> tuple[Table, ...]:
@@ -43,6 +44,11 @@ class StageTables:
 
     def tied(self, template: Template) -> tuple[tuple[int, ...], float]:
         """Ranks that hold tied parameters, and the bytes of their gradients on one of them."""
+        if template not in self._tied:
+            self._tied[template] = self._found_tied(template)
+        return self._tied[template]
+
+    def _found_tied(self, template: Template) -> tuple[tuple[int, ...], float]:
         held: dict[int, float] = {}
         for number, (stage, table) in enumerate(zip(template.stages, self.of(template), strict=True)):
             own = table.tied_bytes(stage.start, stage.stop)

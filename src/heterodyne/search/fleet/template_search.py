@@ -97,7 +97,7 @@ class TemplateSearch:
                 if own >> pool & 1 and behind is not None:
                     for number in self._numbers[pool]:
                         ahead = self._blocks[number]
-                        sums = np.take_along_axis(behind, ahead.behind, axis=1) + ahead.layers
+                        sums = behind.take(ahead.at) + ahead.layers
                         better = sums > most
                         most = np.where(better, sums, most)
                         choice[better] = number
@@ -198,13 +198,14 @@ class TemplateSearch:
         behind = np.arange(self.stages + 1)[None, :] - count[:, None]
         fits = np.repeat((behind >= 0) & (count > 0)[:, None], TIMES, axis=0)
         behind = np.repeat(np.maximum(0, behind), TIMES, axis=0)
+        at = behind + np.arange(len(behind))[:, None] * behind.shape[1]
         best, width = np.full_like(self._start, -np.inf), np.zeros(self._start.shape, dtype=np.int16)
         for number in kinds:
             if devices % self.kinds[number].devices == 0 and devices // self.kinds[number].devices in _PARTS:
-                own = summed[number] - np.take_along_axis(summed[number], behind, axis=1)
+                own = summed[number] - summed[number].take(at)
                 width[own > best] = number
                 best = np.maximum(best, own)
-        return _Block(count=count, behind=behind, layers=np.where(fits, best, -np.inf), kind=width)
+        return _Block(count=count, at=at, layers=np.where(fits, best, -np.inf), kind=width)
 
     def _summed(self, kind: Kind, waits_s: float) -> Layers:
         """Layers of the first stages from the end. Shape [rows, stages + 1]."""
@@ -252,12 +253,12 @@ class _Block:
 
     Args:
         count: of stages. Shape [replicas].
-        behind: stages behind it, where there are so many with it. Shape [rows, stages + 1], as of all that follow.
+        at: where in an array of the same shape the entry of the stages behind it is. Shape [rows, stages + 1], as of all that follow.
         layers: that it holds, minus infinity where there is no such block. ``kind``: of its stages.
     """
 
     count: Ints
-    behind: Ints
+    at: Ints
     layers: Layers
     kind: NDArray[np.int16]
 
