@@ -9,6 +9,7 @@ from math import inf
 
 from heterodyne.search.fleet.ascending import ascending
 from heterodyne.search.fleet.criterion import Criterion
+from heterodyne.search.fleet.cutter import Cutter
 from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, Mix
 from heterodyne.search.fleet.ledger import ACTIONS, Ledger
 from heterodyne.search.fleet.neighbourhood import Neighbourhood, climb
@@ -36,6 +37,7 @@ class Climbing:
     """Local search of one space. ``columns``: templates that may be added to a mix."""
 
     predictor: Predictor
+    cutter: Cutter
     space: Space
     kinds: StageKinds
     ledger: Ledger
@@ -174,6 +176,7 @@ class Climbing:
     def _steps(self, schedule: ScheduleName, schedules: tuple[ScheduleName, ...]) -> Neighbourhood:
         return Neighbourhood(
             predictor=self.predictor,
+            cutter=self.cutter,
             columns=self.columns,
             sizes=self.kinds.sizes,
             recompute=self.space.recompute,

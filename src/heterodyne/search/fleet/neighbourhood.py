@@ -1,18 +1,21 @@
 """Neighbourhood of a mix for local search: each neighbour is judged by its played step time.
 
 The cut with the fastest bottleneck need not be the best for few micro-batches, and integer counts leave devices over. So a neighbour
-moves a layer over a stage boundary, changes a micro-batch size, the parallel widths of a stage, its recompute or the number of virtual
-stages, or exchanges pipelines for others. Neighbours whose lower bound is no better than the best are not played.
+moves a layer over a stage boundary, changes a micro-batch size, the parallel widths of a stage, its recompute, the order of the pools, the
+stages for the devices of one or the number of virtual stages, cuts pipelines over unlike pools alike, or exchanges pipelines for others.
+Neighbours whose lower bound is no better than the best are not played.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations_with_replacement, pairwise
+from itertools import combinations_with_replacement, groupby, pairwise, permutations, product
+from math import ceil
 
 from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.chunks import chunked
+from heterodyne.search.fleet.cutter import Cutter, Places
 from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, Mix, mix_of
 from heterodyne.search.fleet.plan import INTERLEAVED, ScheduleName, Template, TemplateStage
 from heterodyne.search.fleet.predict import Predictor
@@ -21,7 +24,9 @@ __all__ = ["Neighbourhood", "Shared", "climb"]
 
 Shared = tuple[int, int]
 """Pipelines that share state, and its level."""
+_Cuts = tuple[tuple[int, int], ...]
 _FEW = 8  # stages up to which a border moves together with the size of the micro-batches
+_CUT = 16  # stages up to which a pipeline is cut anew
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +42,7 @@ class Neighbourhood:
     """
 
     predictor: Predictor
+    cutter: Cutter
     columns: Sequence[Template]
     sizes: Sequence[int]
     widths: Callable[[str, int], Sequence[Widths]]
@@ -61,6 +67,7 @@ class Neighbourhood:
                     yield mix_of([*_less(_less(mix, template), template), (joined, 1)])
             for part in self._sharing(template, 0.5, shared):
                 yield mix_of([*_less(mix, template), (part, 2)])
+        yield from self._aligned(mix, shared)
         for template, _ in mix:
             fewer = _less(mix, template)
             if fewer:
@@ -74,6 +81,9 @@ class Neighbourhood:
             fewer = _less(_less(mix, a), b)
             if sum(n for _, n in fewer) == sum(n for _, n in mix) - 2:
                 yield from self._filled(fewer)
+        for (a, _), (b, _) in permutations(mix, 2):
+            for made in self._exchanged(a, b, shared):
+                yield mix_of([*_less(_less(mix, a), b), *((template, 1) for template in made)])
 
     def interleaved(self, mix: Mix, zero: int) -> Iterator[Mix]:
         """The mix with more virtual stages per rank, where there are layers for that."""
@@ -93,17 +103,15 @@ class Neighbourhood:
                     yield mix_of(again)
 
     def changed(self, template: Template, shared: Shared) -> Iterator[Template]:
-        """Templates one move away: a boundary moved, other virtual stages, the order reversed, other widths, another micro-batch size,
-        other recompute.
+        """Templates one move away: a boundary moved, other virtual stages, another order of the pools or number of stages, other widths,
+        another micro-batch size, other recompute.
         """
         yield from self._moved(template, shared)
         for chunks in range(1, self.max_chunks + 1):
             if chunks != template.chunks and chunks * template.places <= self.max_stages:
                 for other in chunked(template, chunks):
                     yield from dict.fromkeys((other, self._fitted(other, shared)))
-        if len({home.pool for home in template.homes}) > 1 and len(template.stages) <= _FEW:
-            turned = _turned(template)
-            yield from dict.fromkeys((turned, self._fitted(turned, shared)))
+        yield from self._cut_anew(template, shared)
         if template.chunks > 1:
             yield from self._within_places(template)
         yield from self._rewidened(template, shared)
@@ -129,6 +137,55 @@ class Neighbourhood:
                     if self.recompute:
                         yield self._fitted(replace(template, stages=moved), shared)
 
+    def _exchanged(self, a: Template, b: Template, shared: Shared) -> Iterator[tuple[Template, Template]]:
+        """Two pipelines after a stage of the first has gone to the second, or been exchanged for one of its."""
+        if max(a.chunks, b.chunks) > 1 or len(a.stages) + len(b.stages) > _CUT:
+            return
+        own, others = list(map(_place, a.stages)), list(map(_place, b.stages))
+        found: dict[tuple[Places, Places], None] = {}
+        for i, j in product(range(len(own)), range(len(others) + 1)):
+            left = own[:i] + own[i + 1 :]
+            if left:
+                found[_runs(left), _runs([*others[:j], own[i], *others[j:]])] = None
+            if j < len(others) and own[i][0] != others[j][0]:
+                swapped = [*own[:i], others[j], *own[i + 1 :]], [*others[:j], own[i], *others[j + 1 :]]
+                found[_runs(swapped[0]), _runs(swapped[1])] = None
+        for one, two in found:
+            yield from product(
+                self._cut_over(one, a.micro_batch, shared), list(self._cut_over(two, b.micro_batch, shared))
+            )
+
+    def _aligned(self, mix: Mix, shared: Shared) -> Iterator[Mix]:
+        """All pipelines over one pool cut as one of them is, or would be with other stages: stage by stage they exchange less."""
+        alone = [template for template, _ in mix if len(template.devices) == 1 and template.chunks == 1]
+        others = [
+            other
+            for template in alone
+            for count in (len(template.stages) // 2, 2 * len(template.stages))
+            if 0 < count <= _CUT
+            for other in self._cut_over(((*_place(template.stages[0]), count),), template.micro_batch, shared)
+        ]
+        for cuts in dict.fromkeys(_cuts(template) for template in (*alone, *others)):
+            made = [self._cut_as(template, count, cuts, shared) for template, count in mix if template in alone]
+            if None not in made:
+                rest = (own for own in mix if own[0] not in alone)
+                yield mix_of([*rest, *(own for own in made if own is not None)])
+
+    def _cut_as(self, template: Template, count: int, cuts: _Cuts, shared: Shared) -> tuple[Template, int] | None:
+        """As many pipelines with such stages as there are devices for, of the widths with which they do most; None if none fits."""
+        ((pool, devices),) = template.devices.items()
+        found = []
+        for tensor, context, data in self.widths(pool, template.micro_batch):
+            stages = (
+                TemplateStage(pool=pool, width=tensor, context=context, data=data, start=start, stop=stop)
+                for start, stop in cuts
+            )
+            made = self._fitted(replace(template, stages=tuple(stages)), shared)
+            most = count * devices // made.devices[pool]
+            if most and self._known(made):
+                found.append((self.predictor.pipeline_time.longest_s(made) / most, made, most))
+        return min(found, key=lambda own: own[0])[1:] if found else None
+
     def _sharing(self, template: Template, times: float, shared: Shared) -> list[Template]:
         """Two such pipelines as one that shares their micro-batches (``times`` 2), or half of one that does (0.5)."""
         if any(number * times % 1 for number in (template.micro_batch, *(home.data for home in template.homes))):
@@ -138,6 +195,31 @@ class Neighbourhood:
         offered = all(home.widths in self.widths(home.pool, made.micro_batch) for home in made.homes)
         made = self._fitted(made, shared)
         return [made] if offered and self._known(made) else []
+
+    def _cut_anew(self, template: Template, shared: Shared) -> Iterator[Template]:
+        """Pools in another order, and other numbers of stages over the same devices of one of them, with optimal cuts."""
+        if template.chunks > 1 or len(template.stages) > _CUT:
+            return
+        runs = _runs(map(_place, template.stages))
+        others: dict[Places, None] = {}
+        for at in range(len(runs) - 1):
+            others[*runs[:at], runs[at + 1], runs[at], *runs[at + 2 :]] = None
+        others[tuple(reversed(runs))] = None
+        for at, (pool, widths, count) in enumerate(runs):
+            for other in self.widths(pool, template.micro_batch):
+                if other.devices != widths.devices and count * widths.devices % other.devices == 0:
+                    fold = pool, other, count * widths.devices // other.devices
+                    others[*runs[:at], fold, *runs[at + 1 :]] = None
+        others.pop(runs, None)
+        for places in others:
+            yield from self._cut_over(places, template.micro_batch, shared)
+
+    def _cut_over(self, places: Places, size: int, shared: Shared) -> Iterator[Template]:
+        """The optimal cuts over these stages; none where one cannot do micro-batches of the size."""
+        pipelines, zero = shared
+        rounds = ceil(self.predictor.global_batch / (size * pipelines))
+        if all(widths in self.widths(pool, size) for pool, widths, _ in places):
+            yield from self.cutter.cut(places, size, rounds, pipelines, zero)
 
     def _within_places(self, template: Template) -> Iterator[Template]:
         """A layer more in one stage of a place and a layer less in its next one: every border between them moves."""
@@ -260,15 +342,6 @@ def _place(stage: TemplateStage) -> tuple[str, Widths]:
     return stage.pool, stage.widths
 
 
-def _turned(template: Template) -> Template:
-    """The last place first, each with as many layers as it has."""
-    stages, start = [], 0
-    for stage in reversed(template.stages):
-        stages.append(replace(stage, start=start, stop=start + stage.stop - stage.start))
-        start = stages[-1].stop
-    return replace(template, stages=tuple(stages))
-
-
 def _again(template: Template, recompute: Mapping[int, bool]) -> Template:
     """With all stages of some places recomputed or not."""
     wanted = [recompute.get(number % template.places, stage.recompute) for number, stage in enumerate(template.stages)]
@@ -279,6 +352,14 @@ def _again(template: Template, recompute: Mapping[int, bool]) -> Template:
         for again, stage in zip(wanted, template.stages, strict=True)
     )
     return replace(template, stages=stages)
+
+
+def _runs(places: Iterable[tuple[str, Widths]]) -> Places:
+    return tuple((pool, widths, len(list(own))) for (pool, widths), own in groupby(places))
+
+
+def _cuts(template: Template) -> _Cuts:
+    return tuple((stage.start, stage.stop) for stage in template.stages)
 
 
 def _less(mix: Mix, template: Template) -> Mix:

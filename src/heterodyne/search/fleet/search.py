@@ -175,6 +175,7 @@ class Search:
             self._propose(best, columns, aim)
         climbing = Climbing(
             predictor=self.predictor,
+            cutter=self._cutter,
             space=self.space,
             kinds=self.kinds,
             ledger=self.ledger,
