@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import groupby, permutations
+from itertools import groupby, permutations, product
 from math import ceil
 from typing import Any
 
@@ -29,7 +29,9 @@ from heterodyne.search.fleet.template_search import Runs, TemplateSearch
 __all__ = ["Candidates"]
 
 _ALL_ORDERS = 3  # pools, up to which all orders are estimated: six of them
-_KEPT = 3  # pipelines over the same devices, of the template search
+_KEPT = 2  # pipelines over the same devices with as many stages, of the template search
+_FOLDED = 40  # pipelines of a micro-batch size for whose pools other widths are tried
+_ROUNDS = 3  # in which they are, for one pool in each
 _EXACT = 3  # pipelines over the same devices, of the exact search
 
 
@@ -116,8 +118,11 @@ class Candidates:
         ]
         every = (own.estimated() if shards is None else own.exact(shards) for own in sizes)
         parts = [part for part in every if part is not None]
-        if not parts:
-            return cls._none(len(predictor.fleet.pools))
+        return cls.joined(parts) if parts else cls._none(len(predictor.fleet.pools))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Candidates]) -> Candidates:
+        """All of several tables of the same level."""
         names = [name for name, own in vars(parts[0]).items() if isinstance(own, np.ndarray)]
         arrays: dict[str, Any] = {name: np.concatenate([vars(part)[name] for part in parts]) for name in names}
         return replace(parts[0], **arrays)
@@ -185,38 +190,78 @@ class _OfSize:
         found = dict.fromkeys(self._runs())
         if not found:
             return None
-        # Orders, and stages that are not needed, are looked at of the best alone.
-        chains, runs, layers = self._estimated(*_arrays(found))[1:]
-        chains, runs, layers = self._estimated(*_reordered(chains, runs))[1:]
-        shorter = _without_surplus(runs, layers, len(self.kinds[0].table.costs))
-        return self._estimated(*_together(np.concatenate([chains, chains]), np.concatenate([runs, shorter])))[0]
+        samples = self.predictor.global_batch
+        # Orders, other widths and stages that are not needed are looked at of the best alone.
+        best = self._estimated(*_arrays(found), hopeful=True)
+        best = self._estimated(*_reordered(best.chains, best.runs))
+        for _ in range(_ROUNDS):
+            which = best.table.best_alike(samples, _FOLDED)
+            best = self._best(best, self._estimated(*self._folded(best.chains[which], best.runs[which])))
+        shorter = _without_surplus(best.runs, best.layers, len(self.kinds[0].table.costs))
+        return self._best(best, self._estimated(*_together(best.chains, shorter))).table
 
-    def _estimated(self, chains: Ints, runs: Ints) -> tuple[Candidates, Ints, Ints, Floats]:
-        """Those of some pipelines that fit with the least estimated steps over the same devices; with their kinds, the stages of each and
-        the layers that these hold.
+    def _folded(self, chains: Ints, runs: Ints) -> tuple[Ints, Ints]:
+        """With stages of another kind over all the devices of one of the pools."""
+        pools, devices = (np.array([getattr(kind, name) for kind in self.kinds]) for name in ("pool", "devices"))
+        found = [(chains, runs)]
+        for place, kind in product(range(chains.shape[1]), range(len(self.kinds))):
+            used = runs[:, place] * devices[chains[:, place]]
+            which = (pools[chains[:, place]] == pools[kind]) & (chains[:, place] != kind) & (used > 0)
+            which &= used % devices[kind] == 0
+            other, count = chains[which], runs[which]
+            other[:, place], count[:, place] = kind, used[which] // devices[kind]
+            found.append((other, count))
+        both = (np.concatenate(own) for own in zip(*found, strict=True))
+        return next(both), next(both)
+
+    def _best(self, *parts: _Estimated) -> _Estimated:
+        """The best of all parts over the same devices."""
+        every = _Estimated(
+            table=Candidates.joined([part.table for part in parts]),
+            chains=np.concatenate([part.chains for part in parts]),
+            runs=np.concatenate([part.runs for part in parts]),
+            layers=np.concatenate([part.layers for part in parts]),
+        )
+        over = np.column_stack([every.table.devices, every.table.stages])
+        return every.select(best_per_devices(-every.table.alike_s(self.predictor.global_batch), over, _KEPT))
+
+    def _estimated(self, chains: Ints, runs: Ints, *, hopeful: bool = False) -> _Estimated:
+        """Those of some pipelines that fit with the least estimated steps over the same devices, each once.
+
+        ``hopeful``: backwards are split, in the memory that they need if they are not.
         """
         chains, runs = _distinct(chains, runs)
         devices = self._devices(chains, runs)
         count = np.maximum(1, self._limits.most_of(devices))
         estimate = self._estimates.of(chains, runs, count)
+        rounds, stages = -(-self.predictor.global_batch // (self.size * count)), runs.sum(axis=1)
+        filling = self._filling if hopeful else 1.0
+        if not hopeful and self._filling < 1:
+            halved = self._estimates.of(chains, runs, count, split=True)
+            sooner = (rounds + self._filling * (stages - 1)) * halved.bottleneck_s < (
+                rounds + stages - 1
+            ) * estimate.bottleneck_s
+            filling = np.where(sooner, self._filling, 1.0)
+            estimate = estimate.where(sooner, halved)
         table = Candidates(
             places=np.zeros(len(count), dtype=object),
-            stages=runs.sum(axis=1),
+            stages=stages,
             sizes=np.full(len(count), self.size, dtype=np.int64),
             devices=devices,
             count=count,
-            micro_batches=-(-self.predictor.global_batch // (self.size * count)),
+            micro_batches=rounds,
             bottleneck_s=estimate.bottleneck_s,
-            filling_s=self._filling * (runs.sum(axis=1) - 1) * estimate.bottleneck_s + estimate.messages_s,
+            filling_s=filling * (stages - 1) * estimate.bottleneck_s + estimate.messages_s,
             sync_s=estimate.sync_s,
             zero=self.zero,
         )
-        kept = best_per_devices(-table.alike_s(self.predictor.global_batch), devices, _KEPT)
+        over = np.column_stack([devices, stages])
+        kept = best_per_devices(-table.alike_s(self.predictor.global_batch), over, _KEPT)
         kept = kept[np.isfinite(estimate.bottleneck_s[kept]) & (self._limits.most_of(devices[kept]) >= 1)]
         chains, runs = chains[kept], runs[kept]
         rows = zip(chains.tolist(), runs.tolist(), strict=True)
         table = replace(table.select(kept), places=_objects([partial(self._places, *row) for row in rows]))
-        return table, chains, runs, estimate.layers[kept]
+        return _Estimated(table=table, chains=chains, runs=runs, layers=estimate.layers[kept])
 
     def _runs(self) -> Iterator[Runs]:
         room, samples = self._limits.room, self.predictor.global_batch
@@ -279,6 +324,29 @@ class _OfSize:
         for own, run in zip(chains.T, runs.T, strict=True):
             need[np.arange(len(chains)), pool[own]] += run * devices[own]
         return need
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Estimated:
+    """Pipelines of the template search. Arrays have one row per pipeline and one column per place.
+
+    Args:
+        chains: kinds of stages. ``runs``: the number of stages of each. ``layers``: that one of these may hold.
+    """
+
+    table: Candidates
+    chains: Ints
+    runs: Ints
+    layers: Floats
+
+    def select(self, which: Ints) -> _Estimated:
+        """Some of them."""
+        return _Estimated(
+            table=self.table.select(which),
+            chains=self.chains[which],
+            runs=self.runs[which],
+            layers=self.layers[which],
+        )
 
 
 def _objects(every: Sequence[Callable[[], Places]]) -> NDArray[np.object_]:

@@ -22,41 +22,52 @@ Places = tuple[tuple[str, Widths, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Cutter:
-    """Cuts pipelines. ``recompute``: recompute a stage where it does not fit otherwise."""
+    """Cuts pipelines. ``recompute``: recompute a stage where it does not fit otherwise. ``split``: backwards may be split."""
 
     predictor: Predictor
     recompute: bool
+    split: bool = False
     _costs: dict[tuple[str, Widths, int, int, int], StageCosts] = field(default_factory=dict, repr=False)
 
     def cut(self, runs: Places, size: int, rounds: int, replicas: int, zero: int) -> Iterator[Template]:
-        """The optimal cuts for a number of micro-batches and for very many; none where the pipeline does not fit.
+        """The optimal cuts for a number of micro-batches, and for very many, also with memory for split backwards; none where the pipeline
+        does not fit.
 
         Args:
             size: of a micro-batch. ``rounds``: the number of them. ``replicas``: pipelines that share state at the ZeRO level.
         """
         places = [(pool, widths) for pool, widths, count in runs for _ in range(count)]
-        layers = len(self.predictor.tables.costs.layers)
-        if len(places) > layers:
+        many = len(places)
+        if many > len(self.predictor.tables.costs.layers):
             return
-        first = layers - len(places) + 1
         sends = self._sends(places, size)
-        waits = [a + b for a, b in zip((*sends, 0.0), (0.0, *sends), strict=True)]
-        overlap = self.predictor.software.overlap_sends
-        costs, bare = [], []
-        for number, (pool, widths) in enumerate(places):
-            held = min(len(places) - number, rounds)
-            every = self._cost(pool, widths, size, replicas, zero)
-            own = every.seconds(held)[number : number + first, number + 1 : number + 1 + first]
-            costs.append(own if overlap else own + waits[number])
-            bare.append(every.fits_plain(held))
-        for count in (rounds, None):
-            points = least_cut(costs, count, sends if overlap else ())
+        kinds = [self._cost(pool, widths, size, replicas, zero) for pool, widths in places]
+        # Under 1F1B a stage holds a micro-batch for each one from itself on; where backwards are split, for each one of the pipeline.
+        plain = [min(many - number, rounds) for number in range(many)]
+        ways = [(rounds, plain), (None, plain)]
+        if self.split and many > 1:
+            ways.append((None, [min(many, rounds)] * many))
+        for count, held in ways:
+            points = self._points(kinds, held, count, sends)
             if points is not None:
                 stages = (
-                    _stage(place, span, recompute=not plain[span])
-                    for place, span, plain in zip(places, pairwise(points), bare, strict=True)
+                    _stage(place, span, recompute=not kind.fits_plain(own)[span])
+                    for place, span, kind, own in zip(places, pairwise(points), kinds, held, strict=True)
                 )
                 yield Template(micro_batch=size, stages=tuple(stages))
+
+    def _points(
+        self, kinds: Sequence[StageCosts], held: Sequence[int], count: int | None, sends: Sequence[float]
+    ) -> tuple[int, ...] | None:
+        """See `least_cut`. ``held``: micro-batches in flight, by stage."""
+        first = len(self.predictor.tables.costs.layers) - len(kinds) + 1
+        overlap = self.predictor.software.overlap_sends
+        waits = [a + b for a, b in zip((*sends, 0.0), (0.0, *sends), strict=True)]
+        costs = []
+        for number, (kind, own) in enumerate(zip(kinds, held, strict=True)):
+            part = kind.seconds(own)[number : number + first, number + 1 : number + 1 + first]
+            costs.append(part if overlap else part + waits[number])
+        return least_cut(costs, count, sends if overlap else ())
 
     def _cost(self, pool: str, widths: Widths, size: int, replicas: int, zero: int) -> StageCosts:
         key = pool, widths, size, replicas, zero

@@ -41,6 +41,15 @@ class Estimate:
     messages_s: Floats
     sync_s: Floats
 
+    def where(self, which: NDArray[np.bool_], other: Estimate) -> Estimate:
+        """Return the other's estimates for some of the pipelines."""
+        return Estimate(
+            layers=np.where(which[:, None], other.layers, self.layers),
+            bottleneck_s=np.where(which, other.bottleneck_s, self.bottleneck_s),
+            messages_s=np.where(which, other.messages_s, self.messages_s),
+            sync_s=np.where(which, other.sync_s, self.sync_s),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineEstimate:
@@ -52,12 +61,13 @@ class PipelineEstimate:
     zero: int
     recompute: bool
 
-    def of(self, chains: Ints, runs: Ints, count: Ints) -> Estimate:
+    def of(self, chains: Ints, runs: Ints, count: Ints, *, split: bool = False) -> Estimate:
         """Infinite where a pipeline does not fit.
 
         Args:
             chains: kinds in the order of the stages. ``runs``: stages of each, 0 in unused places. Shape [pipelines, places].
             count: of replicas. Shape [pipelines].
+            split: backwards are split, so that each stage holds as many micro-batches as there are stages.
         """
         kinds = self.kinds
         layers = len(kinds[0].table.costs)
@@ -71,7 +81,8 @@ class PipelineEstimate:
         rounds = np.ceil(self.predictor.global_batch / (self.micro_batch * count))
         behind = runs.sum(axis=1, keepdims=True) - np.cumsum(runs, axis=1)
         places = np.ceil(runs[..., None] * (np.arange(_PARTS) + 0.5) / _PARTS)  # of some of the stages of a kind
-        held = np.minimum(behind[..., None] + places, rounds[:, None, None])
+        ahead = runs.sum(axis=1)[:, None, None] if split else behind[..., None] + places
+        held = np.minimum(np.broadcast_to(ahead, places.shape), rounds[:, None, None])
         plain, again = (self._room(chains, held, count, recompute=recompute) for recompute in (False, True))
         each, more = np.maximum(forward + backward, _NO_TIME_S)[chains], recomputed[chains]
 

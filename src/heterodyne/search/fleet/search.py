@@ -119,7 +119,11 @@ class Search:
 
     @cached_property
     def _cutter(self) -> Cutter:
-        return Cutter(predictor=self.predictor, recompute=self.space.recompute)
+        return Cutter(
+            predictor=self.predictor,
+            recompute=self.space.recompute,
+            split=not SPLIT.isdisjoint(self.space.schedules),
+        )
 
     @cached_property
     def _mixes(self) -> Mixes:
