@@ -65,7 +65,11 @@ def placed(world: World, communicator: Communicator, width: int, kind: str) -> t
             del value
 
     place_weights(
-        module, communicator, lambda name: holders_of(name, kind), values=values() if world.rank == 0 else None, keep=kept
+        module,
+        communicator,
+        lambda name: holders_of(name, kind),
+        values=values() if world.rank == 0 else None,
+        keep=kept,
     )
     return module, max(seen)
 

@@ -203,14 +203,15 @@ class _OfSize:
     def _folded(self, chains: Ints, runs: Ints) -> tuple[Ints, Ints]:
         """With stages of another kind over all the devices of one of the pools."""
         pools, devices = (np.array([getattr(kind, name) for kind in self.kinds]) for name in ("pool", "devices"))
-        found = [(chains, runs)]
+        found = [(chains[:0], runs[:0])]
         for place, kind in product(range(chains.shape[1]), range(len(self.kinds))):
             used = runs[:, place] * devices[chains[:, place]]
             which = (pools[chains[:, place]] == pools[kind]) & (chains[:, place] != kind) & (used > 0)
             which &= used % devices[kind] == 0
             other, count = chains[which], runs[which]
             other[:, place], count[:, place] = kind, used[which] // devices[kind]
-            found.append((other, count))
+            short = count.sum(axis=1) <= self.space.max_stages
+            found.append((other[short], count[short]))
         both = (np.concatenate(own) for own in zip(*found, strict=True))
         return next(both), next(both)
 
@@ -222,6 +223,9 @@ class _OfSize:
             runs=np.concatenate([part.runs for part in parts]),
             layers=np.concatenate([part.layers for part in parts]),
         )
+        every = every.select(
+            np.unique(np.concatenate([every.chains, every.runs], axis=1), axis=0, return_index=True)[1]
+        )
         over = np.column_stack([every.table.devices, every.table.stages])
         return every.select(best_per_devices(-every.table.alike_s(self.predictor.global_batch), over, _KEPT))
 
@@ -232,15 +236,24 @@ class _OfSize:
         """
         chains, runs = _distinct(chains, runs)
         devices = self._devices(chains, runs)
-        count = np.maximum(1, self._limits.most_of(devices))
+        there = self._limits.most_of(devices) >= 1
+        chains, runs, devices = chains[there], runs[there], devices[there]
+        count = self._limits.most_of(devices)
         estimate = self._estimates.of(chains, runs, count)
+        fits = np.isfinite(estimate.bottleneck_s)
+        chains, runs, devices, count, estimate = (
+            chains[fits],
+            runs[fits],
+            devices[fits],
+            count[fits],
+            estimate.select(fits),
+        )
         rounds, stages = -(-self.predictor.global_batch // (self.size * count)), runs.sum(axis=1)
         filling = self._filling if hopeful else 1.0
         if not hopeful and self._filling < 1:
             halved = self._estimates.of(chains, runs, count, split=True)
-            sooner = (rounds + self._filling * (stages - 1)) * halved.bottleneck_s < (
-                rounds + stages - 1
-            ) * estimate.bottleneck_s
+            waits = (rounds + self._filling * (stages - 1)) / (rounds + stages - 1)
+            sooner = waits * halved.bottleneck_s < estimate.bottleneck_s
             filling = np.where(sooner, self._filling, 1.0)
             estimate = estimate.where(sooner, halved)
         table = Candidates(
@@ -257,7 +270,6 @@ class _OfSize:
         )
         over = np.column_stack([devices, stages])
         kept = best_per_devices(-table.alike_s(self.predictor.global_batch), over, _KEPT)
-        kept = kept[np.isfinite(estimate.bottleneck_s[kept]) & (self._limits.most_of(devices[kept]) >= 1)]
         chains, runs = chains[kept], runs[kept]
         rows = zip(chains.tolist(), runs.tolist(), strict=True)
         table = replace(table.select(kept), places=_objects([partial(self._places, *row) for row in rows]))

@@ -22,6 +22,7 @@ from heterodyne.search.fleet.stage_kinds import StageKinds
 __all__ = ["Climbing"]
 
 _STARTS = 3  # mixes that are improved
+_UNLIKE = 3  # more, each over other pools
 _STARTS_OF_FEW = 24  # the same on few devices, where whole numbers make many local optima
 _RESCHEDULED = 8  # mixes that are tried under the other schedules: the best, and those that could be if nothing waited
 _RESCHEDULED_OF_FEW = 60  # of the latter, on few devices
@@ -49,13 +50,15 @@ class Climbing:
         return _STARTS_OF_FEW if self.kinds.few else _STARTS
 
     def improved(self, best: EvaluatedPlan) -> EvaluatedPlan:
-        """The best plan reached by climbing from the best mixes and from the best alike pipelines: the better start may lead to the worse
-        end.
+        """The best plan reached by climbing from the best mixes over each choice of pools, and from the best of all: the better start may
+        lead to the worse end.
         """
         within = [(mix, w) for mix, w in self.ledger.evaluated.items() if self.aim.within(mix)]
         ranked = sorted(within, key=lambda entry: self.aim.score(entry[1]))
-        starts = dict(ranked[: self._starts])
-        starts.update([entry for entry in ranked if len(entry[0]) == 1][:1])
+        unlike: dict[object, tuple[Mix, EvaluatedPlan]] = {}
+        for entry in ranked:
+            unlike.setdefault(frozenset(frozenset(template.devices) for template, _ in entry[0]), entry)
+        starts = dict([*ranked[: self._starts], *islice(unlike.values(), _UNLIKE)])
         climbs = [(mix, start, start.plan.schedule, self.space.plain_schedules) for mix, start in starts.items()]
         return self._climbed(best, climbs, self.space.work)
 

@@ -67,6 +67,7 @@ class Neighbourhood:
                     yield mix_of([*_less(_less(mix, template), template), (joined, 1)])
             for part in self._sharing(template, 0.5, shared):
                 yield mix_of([*_less(mix, template), (part, 2)])
+        yield from self._filled(mix)
         yield from self._aligned(mix, shared)
         for template, _ in mix:
             fewer = _less(mix, template)
@@ -76,7 +77,6 @@ class Neighbourhood:
             without = mix_of((t, n) for t, n in mix if t != template)
             if without != fewer:
                 yield from self._filled(without)
-        yield from self._filled(mix)
         for a, b in combinations_with_replacement([template for template, _ in mix], 2):
             fewer = _less(_less(mix, a), b)
             if sum(n for _, n in fewer) == sum(n for _, n in mix) - 2:
@@ -106,12 +106,12 @@ class Neighbourhood:
         """Templates one move away: a boundary moved, other virtual stages, another order of the pools or number of stages, other widths,
         another micro-batch size, other recompute.
         """
-        yield from self._cut_anew(template, shared)
         yield from self._moved(template, shared)
         for chunks in range(1, self.max_chunks + 1):
             if chunks != template.chunks and chunks * template.places <= self.max_stages:
                 for other in chunked(template, chunks):
                     yield from dict.fromkeys((other, self._fitted(other, shared)))
+        yield from self._cut_anew(template, shared)
         if template.chunks > 1:
             yield from self._within_places(template)
         yield from self._rewidened(template, shared)
@@ -215,8 +215,10 @@ class Neighbourhood:
             yield from self._cut_over(places, template.micro_batch, shared)
 
     def _cut_over(self, places: Places, size: int, shared: Shared) -> Iterator[Template]:
-        """The optimal cuts over these stages; none where one cannot do micro-batches of the size."""
+        """The optimal cuts over these stages; none where there are too many, or one cannot do micro-batches of the size."""
         pipelines, zero = shared
+        if sum(count for _, _, count in places) > self.max_stages:
+            return
         rounds = ceil(self.predictor.global_batch / (size * pipelines))
         if all(widths in self.widths(pool, size) for pool, widths, _ in places):
             yield from self.cutter.cut(places, size, rounds, pipelines, zero)
@@ -282,13 +284,14 @@ class Neighbourhood:
             bare, {n: need.total > fleet.pool(bare.homes[n].pool).memory_bytes for n, need in enumerate(needs)}
         )
 
-    def _filled(self, mix: Mix) -> Iterator[Mix]:
-        """With one more replica of some column, or as many as there are devices for."""
+    def _filled(self, mix: Mix) -> list[Mix]:
+        """With one more replica of some column, or as many as there are devices for; what may be fastest first."""
         pools = {pool.name: pool.devices for pool in self.predictor.fleet.pools}
         for template, count in mix:
             for pool, devices in template.devices.items():
                 pools[pool] -= count * devices
         pipelines = sum(count for _, count in mix)
+        found: list[Mix] = []
         for column in self.columns:
             most = min(pools[pool] // devices for pool, devices in column.devices.items())
             if self.most_pipelines is not None:
@@ -298,9 +301,8 @@ class Neighbourhood:
                 spent = sum(n * each[p] * d for t, n in mix for p, d in t.devices.items())
                 price = sum(each[p] * d for p, d in column.devices.items())
                 most = min(most, int((left - spent) / price * (1 + 1e-9))) if price > 0 else most
-            for count in sorted({min(most, 1), most}):
-                if count > 0:
-                    yield mix_of([*mix, (column, count)])
+            found += [mix_of([*mix, (column, count)]) for count in sorted({min(most, 1), most}) if count > 0]
+        return sorted(found, key=self.predictor.bound_s)
 
 
 def climb(

@@ -19,7 +19,7 @@ from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.fleet_wires import Wires
 from heterodyne.search.fleet.kinds import Kind
 from heterodyne.search.fleet.predict import Predictor
-from heterodyne.search.fleet.template_search import most_layers
+from heterodyne.search.fleet.template_search import Room
 
 __all__ = ["Estimate", "PipelineEstimate"]
 
@@ -41,13 +41,15 @@ class Estimate:
     messages_s: Floats
     sync_s: Floats
 
+    def select(self, which: NDArray[np.bool_]) -> Estimate:
+        """Return those of some of the pipelines."""
+        return Estimate(**{name: own[which] for name, own in vars(self).items()})
+
     def where(self, which: NDArray[np.bool_], other: Estimate) -> Estimate:
-        """Return the other's estimates for some of the pipelines."""
+        """Return the other's for some of the pipelines."""
+        pairs = ((name, own, getattr(other, name)) for name, own in vars(self).items())
         return Estimate(
-            layers=np.where(which[:, None], other.layers, self.layers),
-            bottleneck_s=np.where(which, other.bottleneck_s, self.bottleneck_s),
-            messages_s=np.where(which, other.messages_s, self.messages_s),
-            sync_s=np.where(which, other.sync_s, self.sync_s),
+            **{name: np.where(which if own.ndim == 1 else which[:, None], theirs, own) for name, own, theirs in pairs}
         )
 
 
@@ -123,14 +125,10 @@ class PipelineEstimate:
 
     def _room(self, chains: Ints, held: Floats, count: Ints, *, recompute: bool) -> Floats:
         """The number of layers for which a stage has memory. Shape of ``held``: [pipelines, places, some of the stages]."""
-        found = np.zeros(held.shape)
         if recompute and not self.recompute:
-            return found
-        for number, kind in enumerate(self.kinds):
-            own = chains == number
-            replicas = np.broadcast_to(count[:, None], chains.shape)[own][:, None]
-            found[own] = most_layers(kind, held[own], replicas, self.zero, recompute=recompute)
-        return found
+            return np.zeros(held.shape)
+        rooms = np.array([Room.of(kind, self.zero, recompute=recompute) for kind in self.kinds]).T
+        return Room(*rooms[:, chains, None]).most_layers(held, count[:, None, None])
 
     def _sends(self, chains: Ints, runs: Ints) -> tuple[Floats, Floats]:
         """Seconds of a point-to-point message between two stages of one kind, and from the preceding kind. Shape [pipelines, places]."""

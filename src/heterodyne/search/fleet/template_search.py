@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.kinds import Kind
 
-__all__ = ["TIMES", "Runs", "TemplateSearch", "most_layers"]
+__all__ = ["TIMES", "Room", "Runs", "TemplateSearch"]
 
 TIMES = 8
 """Bottleneck times for each number of replicas."""
@@ -215,7 +216,7 @@ class TemplateSearch:
         for again in {False, self.recompute}:
             each_s = max(_NO_TIME_S, forward + backward + (recomputed if again else 0.0))
             done = np.floor(np.maximum(0.0, self.seconds - waits_s) / each_s * (1 + 1e-9))
-            room = most_layers(kind, held, self.replicas[:, None], self.zero, recompute=again)
+            room = Room.of(kind, self.zero, recompute=again).most_layers(held, self.replicas[:, None])
             most = np.maximum(most, np.minimum(done[:, :, None], room[:, None, :]))
         most = np.minimum(most, self._model_layers)
         sums = np.zeros((*most.shape[:2], self.stages + 1), dtype=np.float32)
@@ -263,20 +264,34 @@ class _Block:
     kind: NDArray[np.int16]
 
 
-def most_layers(kind: Kind, held: Floats | Ints, replicas: Floats | Ints, zero: int, *, recompute: bool) -> Floats:
-    """The number of layers for which a stage has memory, if every layer is like the mean of the model.
-
-    Args:
-        held: micro-batches in flight. ``replicas``: that shard state. They broadcast to one shape.
+class Room(NamedTuple):
+    """Memory of stages, if every layer is like the mean of the model: bytes for its layers times the layers of the model, and of all of
+    these the state that is on each replica, what replicas share, and the activations of a micro-batch. Numbers, or an array for each.
     """
-    layers = len(kind.table.costs)
-    own = kind.table.memory(0, layers, recompute=recompute, held=1, replicas=2, zero=zero)
-    state = (own.optimizer, own.gradients, own.parameters)  # sharded from levels 1, 2 and 3 on
-    sharded = sum(2 * size for level, size in enumerate(state, 1) if level <= zero)
-    whole = sum(size for level, size in enumerate(state, 1) if level > zero)
-    room = max(0.0, kind.memory_bytes - own.passing) * layers
-    found: Floats = np.floor(room / np.maximum(1.0, whole + sharded / replicas + held * own.activations))
-    return found
+
+    free: Floats | float
+    whole: Floats | float
+    shared: Floats | float
+    activations: Floats | float
+
+    @classmethod
+    def of(cls, kind: Kind, zero: int, *, recompute: bool) -> Room:
+        """At a ZeRO level."""
+        layers = len(kind.table.costs)
+        own = kind.table.memory(0, layers, recompute=recompute, held=1, replicas=2, zero=zero)
+        state = (own.optimizer, own.gradients, own.parameters)  # sharded from levels 1, 2 and 3 on
+        return cls(
+            free=max(0.0, kind.memory_bytes - own.passing) * layers,
+            whole=sum(size for level, size in enumerate(state, 1) if level > zero),
+            shared=sum(2 * size for level, size in enumerate(state, 1) if level <= zero),
+            activations=own.activations,
+        )
+
+    def most_layers(self, held: Floats | Ints, replicas: Floats | Ints) -> Floats:
+        """The number of layers for which a stage has memory. ``held``: micro-batches in flight. ``replicas``: that shard state."""
+        each = self.whole + self.shared / replicas + held * self.activations
+        found: Floats = np.floor(self.free / np.maximum(1.0, each))
+        return found
 
 
 def _sets(pools: Sequence[int], most: int | None) -> list[int]:

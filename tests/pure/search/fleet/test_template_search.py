@@ -12,7 +12,7 @@ import pytest
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.search.fleet.kinds import Kind, kinds_of
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.template_search import TIMES, TemplateSearch, most_layers
+from heterodyne.search.fleet.template_search import TIMES, Room, TemplateSearch
 from pure.search.fleet.small import GIB, Drawn, drawn, search_of
 
 
@@ -44,7 +44,7 @@ def _layers_of(search: TemplateSearch, kind: Kind, number: int, time: int, place
     found = []
     for again, each_s in ((False, forward + backward), (True, forward + backward + recomputed)):
         replicas = search.replicas[number]
-        room = float(most_layers(kind, np.array(held), replicas, search.zero, recompute=again))
+        room = float(Room.of(kind, search.zero, recompute=again).most_layers(np.array(held), replicas))
         found.append(min(np.floor(seconds / each_s * (1 + 1e-9)), room, layers))
     return max(found)
 
