@@ -249,7 +249,7 @@ class _OfSize:
             estimate.select(fits),
         )
         rounds, stages = -(-self.predictor.global_batch // (self.size * count)), runs.sum(axis=1)
-        filling = self._filling if hopeful else 1.0
+        filling: Floats | float = self._filling if hopeful else 1.0
         if not hopeful and self._filling < 1:
             halved = self._estimates.of(chains, runs, count, split=True)
             waits = (rounds + self._filling * (stages - 1)) / (rounds + stages - 1)
