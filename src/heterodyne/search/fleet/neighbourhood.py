@@ -106,12 +106,12 @@ class Neighbourhood:
         """Templates one move away: a boundary moved, other virtual stages, another order of the pools or number of stages, other widths,
         another micro-batch size, other recompute.
         """
+        yield from self._cut_anew(template, shared)
         yield from self._moved(template, shared)
         for chunks in range(1, self.max_chunks + 1):
             if chunks != template.chunks and chunks * template.places <= self.max_stages:
                 for other in chunked(template, chunks):
                     yield from dict.fromkeys((other, self._fitted(other, shared)))
-        yield from self._cut_anew(template, shared)
         if template.chunks > 1:
             yield from self._within_places(template)
         yield from self._rewidened(template, shared)
