@@ -55,7 +55,7 @@ class WatchLimits:
     stuck_s: float = 20.0
     stuck_factor: float = 20.0
     phase_s: float = 600.0
-    raised_s: float = 3.0
+    raised_s: float = 2.0
     call_s: float = 15.0
     publish_s: float = 2.0
     rescue_s: float = 1800.0
