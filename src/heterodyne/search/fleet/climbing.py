@@ -187,6 +187,7 @@ class Climbing:
             schedule=schedule,
             max_chunks=1 if INTERLEAVED.isdisjoint(schedules) else self.space.max_chunks,
             max_stages=self.space.max_stages,
+            max_pools=self.space.max_pools,
             most_pipelines=self.space.max_pipelines,
             usd=self.aim.usd,
         )

@@ -50,6 +50,7 @@ class Neighbourhood:
     schedule: ScheduleName = "1F1B"
     max_chunks: int = 1
     max_stages: int = 64
+    max_pools: int | None = None
     most_pipelines: int | None = None
     usd: tuple[Mapping[str, float], float] | None = None
 
@@ -215,9 +216,10 @@ class Neighbourhood:
             yield from self._cut_over(places, template.micro_batch, shared)
 
     def _cut_over(self, places: Places, size: int, shared: Shared) -> Iterator[Template]:
-        """The optimal cuts over these stages; none where there are too many, or one cannot do micro-batches of the size."""
+        """The optimal cuts over these stages; none where there are too many, or too many pools, or one cannot do micro-batches of the size."""
         pipelines, zero = shared
-        if sum(count for _, _, count in places) > self.max_stages:
+        pools = len({pool for pool, _, _ in places})
+        if sum(count for _, _, count in places) > self.max_stages or pools > (self.max_pools or pools):
             return
         rounds = ceil(self.predictor.global_batch / (size * pipelines))
         if all(widths in self.widths(pool, size) for pool, widths, _ in places):
