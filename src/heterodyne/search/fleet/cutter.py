@@ -65,8 +65,8 @@ class Cutter:
         waits = [a + b for a, b in zip((*sends, 0.0), (0.0, *sends), strict=True)]
         costs = []
         for number, (kind, own) in enumerate(zip(kinds, held, strict=True)):
-            part = kind.seconds(own)[number : number + first, number + 1 : number + 1 + first]
-            costs.append(part if overlap else part + waits[number])
+            cost_s = kind.seconds(own, (slice(number, number + first), slice(number + 1, number + 1 + first)))
+            costs.append(cost_s if overlap else cost_s + waits[number])
         return least_cut(costs, count, sends if overlap else ())
 
     def _cost(self, pool: str, widths: Widths, size: int, replicas: int, zero: int) -> StageCosts:

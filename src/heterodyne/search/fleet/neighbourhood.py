@@ -216,7 +216,7 @@ class Neighbourhood:
             yield from self._cut_over(places, template.micro_batch, shared)
 
     def _cut_over(self, places: Places, size: int, shared: Shared) -> Iterator[Template]:
-        """The optimal cuts over these stages; none where there are too many, or too many pools, or one cannot do micro-batches of the size."""
+        """The optimal cuts over these stages; none where there are too many of them or of pools, or one cannot do the micro-batches."""
         pipelines, zero = shared
         pools = len({pool for pool, _, _ in places})
         if sum(count for _, _, count in places) > self.max_stages or pools > (self.max_pools or pools):

@@ -41,11 +41,13 @@ class StageCosts:
             held_again=table.most_held(level, replicas, memory_bytes, recompute=True),
         )
 
-    def seconds(self, held: int | Ints) -> Floats:
-        """Of a micro-batch, if so many are in flight; infinite where a stage does not fit. ``held``: broadcast to the pairs of layers."""
-        found: Floats = np.where(
-            self.held >= held, self.plain_s, np.where(self.held_again >= held, self.again_s, np.inf)
-        )
+    def seconds(self, held: int | Ints, part: tuple[slice, slice] = (slice(None), slice(None))) -> Floats:
+        """Of a micro-batch, if so many are in flight; infinite where a stage does not fit.
+
+        ``held``: broadcast to the pairs of layers. ``part``: the first layers, and those before which stages end.
+        """
+        again_s = np.where(self.held_again[part] >= held, self.again_s[part], np.inf)
+        found: Floats = np.where(self.held[part] >= held, self.plain_s[part], again_s)
         return found
 
     def fits_plain(self, held: int) -> NDArray[np.bool_]:
