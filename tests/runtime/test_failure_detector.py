@@ -237,8 +237,8 @@ def test_an_error_of_one_rank_that_its_script_caught_is_named_and_one_of_all_ran
     raised = inside.ended(ValueError("no such word\nand more"))
     on = raised.begun("close()")
     for others, age_s, found in (
-        (inside, 3.0, False),  # they may come to the same error
-        (inside, 5.0, True),
+        (inside, LIMITS.raised_s - 0.5, False),  # they may come to the same error
+        (inside, LIMITS.raised_s + 2.0, True),
         (inside.ended(), 0.0, True),  # they have not had it
         (raised, 5.0, False),
         (on, 5.0, False),
