@@ -272,6 +272,8 @@ def in_blocks(world: World, plan: Plan) -> dict[str, Any]:
         first = copied(trainer.state_dict())
         with trainer.whole_weights():
             loss = model(**batch(2))  # its graph outlives the block
+            model(**batch(2)).backward()
+            told["gradients"] = {tuple(p.grad.shape) == tuple(p.shape) for p in model.parameters() if p.grad is not None}
         left = changed_names(first, trainer.state_dict())
         assert not left, left
         unheld = "student.last.weight" if world.rank == 0 else "student.first.weight"
@@ -309,6 +311,7 @@ def in_blocks(world: World, plan: Plan) -> dict[str, Any]:
 def test_a_block_of_whole_weights_changes_what_it_changes_and_no_other_bit(pool: Pool, name: str) -> None:
     for told in pool.run(2, in_blocks, plans(torch.bfloat16)[name]):
         assert told["changed"] == {"scale", "scale/master"}
+        assert told["gradients"] == {True}
         assert told["scale"] == (2.0, 2.0)
         assert told["loss"] < 5
 

@@ -225,7 +225,7 @@ class Distributed:
 
         They may be read, used (``model(x)``) and changed in place there, alike on every rank. At the end the ranks are compared, and what
         was changed goes to those that hold it; the optimizer's state stays as it is. An error in the block, on any rank, leaves the weights
-        as they were. Nothing else of the trainer may be called in the block.
+        as they were. Gradients that are computed in the block are gone at its end. Nothing else of the trainer may be called in it.
 
         Args:
             names: of the parameters and buffers that are needed, as the model names them; none: all of them.

@@ -48,7 +48,9 @@ class WholeWeights:
         self._dtypes = {name: value.dtype for name, value in values.items()}
         self._before = {name: _digest(value) for name, value in values.items()}
         self._aside = {name: tensor.data for name, tensor in self._tensors.items() if not tensor.is_meta}
+        self._gradients = {name: tensor.grad for name, tensor in self._tensors.items()}
         for name, tensor in self._tensors.items():
+            tensor.grad = None  # it has the shape of what the rank holds
             _put(tensor, values.pop(name))
         self._stack.enter_context(unheld.there(self._tensors))
 
@@ -91,7 +93,9 @@ class WholeWeights:
 
     def _restore(self, changed: Mapping[str, Tensor]) -> None:
         for name, tensor in self._tensors.items():
+            tensor.grad = None
             _put(tensor, self._aside.get(name, torch.empty_like(tensor, device="meta")))
+            tensor.grad = self._gradients[name]
         self._worker.put(changed)
         self._stack.close()
 
