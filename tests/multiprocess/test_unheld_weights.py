@@ -273,7 +273,9 @@ def in_blocks(world: World, plan: Plan) -> dict[str, Any]:
         with trainer.whole_weights():
             loss = model(**batch(2))  # its graph outlives the block
             model(**batch(2)).backward()
-            told["gradients"] = {tuple(p.grad.shape) == tuple(p.shape) for p in model.parameters() if p.grad is not None}
+            told["gradients"] = {
+                tuple(p.grad.shape) == tuple(p.shape) for p in model.parameters() if p.grad is not None
+            }
         left = changed_names(first, trainer.state_dict())
         assert not left, left
         unheld = "student.last.weight" if world.rank == 0 else "student.first.weight"

@@ -271,7 +271,9 @@ def test_a_number_that_is_none_and_a_sparse_table_are_captured() -> None:
 
 
 class Switched(torch.optim.SGD):
-    """One of the user's, with options that switch something."""
+    """One of the user's, with options and an attribute that switch something."""
+
+    trust = False
 
 
 def writes_of(optimizer: torch.optim.Optimizer, *, in_parts: bool = True) -> ScriptWrites:
@@ -298,6 +300,7 @@ def _options(optimizer: torch.optim.Optimizer, **options: object) -> None:
         (lambda o: setattr(o, "step", lambda closure=None: None), r"the method step\(\)"),
         (lambda o: setattr(o, "__class__", torch.optim.SGD), "the class"),
         (lambda o: _options(o, nesterov=True), "the option 'nesterov'"),
+        (lambda o: setattr(o, "trust", True), "the attribute 'trust'"),
         (lambda o: o.state[o.param_groups[0]["params"][0]]["momentum_buffer"].mul_(2), None),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from torch import Tensor, fx, nn
 
@@ -13,7 +13,15 @@ from heterodyne.errors import CaptureError
 from heterodyne.frontend.arguments import argument, mutates, operator_name
 from heterodyne.frontend.faults import line_of
 
-__all__ = ["changed_numbers", "numbers_of", "refuse_changes", "refuse_counters", "refuse_new_buffers"]
+__all__ = [
+    "changed_numbers",
+    "kept_in",
+    "numbers_of",
+    "refuse_changes",
+    "refuse_counters",
+    "refuse_kept",
+    "refuse_new_buffers",
+]
 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _MOST_KEPT = 100
@@ -61,22 +69,26 @@ def refuse_new_buffers(before: Mapping[str, Tensor], after: Mapping[str, Tensor]
 def numbers_of(model: nn.Module) -> dict[tuple[str, str], object]:
     """The numbers and words that its modules keep as attributes, or in lists and dicts there, by the path of the module and the name."""
     return {
-        (path, name): value
+        (path, attribute if key is None else f"{attribute}[{key!r}]"): value
         for path, module in model.named_modules()
-        for attribute, kept in vars(module).items()
-        if attribute not in _OF_MODULES
-        for name, value in _named(attribute, kept)
+        for attribute, key, value in kept_in(module)
         if isinstance(value, int | float | str)
     }
 
 
-def _named(name: str, kept: object) -> Iterable[tuple[str, object]]:
-    """An attribute, or what is in it: ``calls``, ``state['calls']``, ``state[0]``."""
-    if isinstance(kept, dict):
-        return [(f"{name}[{key!r}]", value) for key, value in list(kept.items())[:_MOST_KEPT]]
-    if isinstance(kept, list | deque):
-        return [(f"{name}[{place}]", value) for place, value in enumerate(list(kept)[:_MOST_KEPT])]
-    return [(name, kept)]
+def kept_in(module: nn.Module) -> Iterator[tuple[str, object, object]]:
+    """Yield what a module keeps besides parameters, buffers and modules: the attribute, the key or index in it (None: it is the value
+    itself), and the value.
+    """
+    for attribute, kept in vars(module).items():
+        if attribute in _OF_MODULES:
+            continue
+        if isinstance(kept, dict):
+            yield from ((attribute, key, value) for key, value in list(kept.items())[:_MOST_KEPT])
+        elif isinstance(kept, list | tuple | deque):
+            yield from ((attribute, place, value) for place, value in enumerate(list(kept)[:_MOST_KEPT]))
+        else:
+            yield attribute, None, kept
 
 
 def changed_numbers(
@@ -101,8 +113,13 @@ def refuse_counters(model: nn.Module, changed: Collection[tuple[str, str]], run:
     second = numbers_of(model)
     for path, name in changed:
         if _are_others(first.get((path, name)), second.get((path, name))):
-            place = f"{line}\n" if (line := _line_that_sets(type(model.get_submodule(path)), name)) else ""
-            raise CaptureError(f"{place}forward changes {f'{path}.{name}' if path else name!r}, {_WHY}")
+            refuse_kept(model, path, name)
+
+
+def refuse_kept(model: nn.Module, path: str, name: str) -> None:
+    """Raise CaptureError, with the line: what forward leaves in this attribute the next one reads."""
+    place = f"{line}\n" if (line := _line_that_sets(type(model.get_submodule(path)), name)) else ""
+    raise CaptureError(f"{place}forward changes {f'{path}.{name}' if path else name!r}, {_WHY}")
 
 
 def _are_others(before: object, after: object) -> bool:

@@ -31,6 +31,7 @@ from heterodyne.frontend.changes import (
     numbers_of,
     refuse_changes,
     refuse_counters,
+    refuse_kept,
     refuse_new_buffers,
 )
 from heterodyne.frontend.example import Example, sizes_of, trace_sizes
@@ -45,6 +46,7 @@ from heterodyne.frontend.faults import (
 )
 from heterodyne.frontend.fixed_sizes import SizeWatch, refuse_another_graph, refuse_choices_by_size, sizes_to_try
 from heterodyne.frontend.flat_graph import drop_bookkeeping, inline_one, is_op
+from heterodyne.frontend.left_behind import Place, leave, left_behind, tensors_of
 from heterodyne.frontend.module_only import BackwardWatch, hooks_of
 from heterodyne.frontend.numbers import FROM_NUMBERS, Numbers, Recorder
 from heterodyne.frontend.own_checks import OwnChecks
@@ -111,6 +113,7 @@ class _LossOnly(nn.Module):
     ) -> None:
         super().__init__()
         self._follows = example.follows
+        self.leaves = True  # tensors in attributes; a strict trace does not tell
         self._watch = watch
         self._changed = changed
         self.model = model
@@ -131,7 +134,7 @@ class _LossOnly(nn.Module):
         traced = _tensors(self.model) if self._attributes else {}
         for name, own in self._attributes.items():  # what torch.export puts in the place of weights has none
             vars(traced[name]).update(own)
-        numbers = numbers_of(self.model)
+        numbers, kept = numbers_of(self.model), tensors_of(self.model)
         draws = PythonDraws(self.model)
         with torch.random.fork_rng(devices=()):
             draws.begin()
@@ -139,6 +142,7 @@ class _LossOnly(nn.Module):
                 loss = self.loss(batch)
             draws.refuse()
         self._changed.update(changed_numbers(numbers, numbers_of(self.model)))
+        self.leaves = any(tensor is not kept.get(place) for place, tensor in tensors_of(self.model).items())
         self._watch.look_at(loss)
         refuse_new_buffers(before, dict(self.model.named_buffers()))
         return loss
@@ -170,6 +174,7 @@ def export(model: nn.Module, example: Example, *, numbers: Sequence[str] = ()) -
             first = first or (error, trial.sizes.line)
         else:
             trial.refuse_counters()
+            leave(model, trial.left_behind())
             trial.copy._modules.pop(FROM_NUMBERS, None)
             traced = _flatten(program, trial.copy, example)
             _require_same_at_other_sizes(traced, model, example, strict, numbers)
@@ -214,6 +219,26 @@ class _Trial:
                 self._wrapped.loss(self._example.fake(self._mode, self._size))
 
         refuse_counters(self._wrapped.model, self._changed, run)
+
+    def left_behind(self) -> list[Place]:
+        """Return where forward leaves tensors of the batch or of weights. Raises CaptureError if the next one reads them."""
+        if not self._wrapped.leaves:
+            return []
+        fake = self._example.fake(self._mode, self._size)
+
+        def run() -> tuple[Sequence[Tensor], Tensor]:
+            return fake, self._wrapped.loss(fake)
+
+        def data() -> list[Tensor]:
+            return [*fake, *(p for p in self._wrapped.model.parameters() if p.requires_grad)]
+
+        # Not every op runs outside of a trace without data.
+        with contextlib.suppress(RuntimeError), self._mode, torch.no_grad(), capturing(), quiet():
+            left, read = left_behind(self._wrapped.model, run, data)
+            for path, attribute, key in read:
+                refuse_kept(self._wrapped.model, path, attribute if key is None else f"{attribute}[{key!r}]")
+            return left
+        return []
 
 
 def _require_same_at_other_sizes(

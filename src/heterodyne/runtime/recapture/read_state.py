@@ -6,7 +6,7 @@ before each step whether one is another now: by identity, and tensors by their v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
@@ -81,6 +81,7 @@ class ReadState:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._structure: list[object] = []
+        self._called: list[object] | None = None
         self._of_forward: set[str] = set()
         self._renewed = [renew for part in module.modules() if callable(renew := getattr(part, "renew", None))]
         self.take()
@@ -94,15 +95,26 @@ class ReadState:
 
     def take(self) -> State:
         """Return what there is now, from which `is_same` then tells changes."""
-        structure = self._structure_now()
-        if len(structure) != len(self._structure) or not all(map(is_, structure, self._structure)):
-            self._structure, self._code = structure, CodeRead.of(self._module)
-        self._walk = Walk(self._code, self._of_forward)
-        self._walk.all_of(self._module)
+        structure, called = self._structure_now(), self._called
+        if not _are_same(structure, self._structure):
+            self._structure, called = structure, None
+            self._code = CodeRead.of(self._module)
+        self._walk = self._walked()
+        if called is not None and not _are_same(
+            called, self._walk.called
+        ):  # a function that has joined reads other names
+            self._code = CodeRead.of(self._module)
+            self._walk = self._walked()
+        self._called = self._walk.called
         values = {name: value for name, value in self._walk.values.items() if name not in self._of_forward}
         self.state = State(values, self._walk.modes)
         self.parameters = dict(self._module.named_parameters())
         return self.state
+
+    def _walked(self) -> Walk:
+        walk = Walk(self._code, self._of_forward)
+        walk.all_of(self._module)
+        return walk
 
     def is_same(self) -> bool:
         """Whether nothing has changed since `take`, as far as identities and versions tell."""
@@ -124,6 +136,10 @@ class ReadState:
             for key in HOOKS:
                 found += vars(part)[key].values() if vars(part).get(key) else ()
         return found
+
+
+def _are_same(objects: Sequence[object], others: Sequence[object]) -> bool:
+    return len(objects) == len(others) and all(map(is_, objects, others))
 
 
 def _is_number(value: object) -> bool:

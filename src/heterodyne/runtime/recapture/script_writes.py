@@ -170,16 +170,19 @@ def _tried(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     step = vars(optimizer).get("step")
     if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
         found["the method step()"] = step
+    if _is_torchs(optimizer):
+        return found
     own = _named_by_methods(type(optimizer))  # type: ignore[arg-type]  # mypy takes a class for unhashable
     switches: dict[str, set[object]] = {}
-    for group in () if _is_torchs(optimizer) else optimizer.param_groups:
-        for key, value in group.items():
-            if key in own:
+    places = [("option", group) for group in optimizer.param_groups]
+    for what, place in (*places, ("attribute", vars(optimizer))):
+        for key, value in place.items():
+            if key in own or key.startswith("_"):  # torch and schedulers keep things there
                 continue
             if isinstance(value, bool | str | type(None)):
-                switches.setdefault(f"the option {key!r}", set()).add(value)
+                switches.setdefault(f"the {what} {key!r}", set()).add(value)
             elif isinstance(value, int | float) and key not in _RATES:
-                switches.setdefault(f"the option {key!r}", set()).add(value != 0)
+                switches.setdefault(f"the {what} {key!r}", set()).add(value != 0)
     return found | switches
 
 
@@ -189,7 +192,9 @@ def _written(name: str) -> Change:
 
 @cache
 def _named_by_methods(kind: type) -> frozenset[str]:
-    """Return the words in an optimizer's own methods beside `step`: what these switch, as ``train()`` and ``eval()`` do, is its affair."""
+    """Return the words and attributes in an optimizer's own methods beside `step`: what these switch, as ``train()`` and ``eval()`` do, is
+    its affair.
+    """
     methods = (
         made
         for base in kind.__mro__
@@ -197,4 +202,5 @@ def _named_by_methods(kind: type) -> frozenset[str]:
         for name, made in vars(base).items()
         if isinstance(made, FunctionType) and name not in ("__init__", "step")
     )
-    return frozenset(word for method in methods for word in method.__code__.co_consts if isinstance(word, str))
+    codes = [method.__code__ for method in methods]
+    return frozenset(word for code in codes for word in (*code.co_consts, *code.co_names) if isinstance(word, str))

@@ -59,6 +59,7 @@ class Walk:
     def __init__(self, code: CodeRead, of_forward: Collection[str]) -> None:
         self.values: dict[str, object] = {}
         self.modes: dict[str, bool] = {}
+        self.called: list[object] = []  # functions that stand somewhere as values
         self._code = code
         self._of_forward = of_forward
         self._slots: list[tuple[Any, Any]] = []
@@ -221,6 +222,7 @@ class Walk:
             self._array(name, value)
         elif isinstance(value, CALLED):
             self.values[quoted(name)] = SameFunction(value)
+            self.called.append(value)
             of = getattr(value, "__self__", None)  # also of a method in C, as ``cfg.get``
             if deep and of is not None and not isinstance(of, type | ModuleType):
                 self._value(f"{name}.__self__", of, deep - 1)

@@ -1,0 +1,112 @@
+"""What forward leaves in attributes: refused where the next forward reads it, else of no use to the script."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from heterodyne.errors import CaptureError, PlanError
+from heterodyne.frontend import capture
+from heterodyne.frontend.left_behind import Left
+
+BATCH = {"x": torch.zeros(2, 4)}
+
+
+class Leaves(nn.Module):
+    """A model that does something with what it has, which may be what an earlier forward has left."""
+
+    def __init__(self, then: Callable[[Leaves, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("rates", torch.ones(4))
+        self.state: Tensor | None = None
+        self.table: dict[object, Tensor] = {}
+        self.kept: list[Tensor] = []
+        self.then = then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(self, self.linear(x)).pow(2).mean()
+
+
+def _recurrent(model: Leaves, y: Tensor) -> Tensor:
+    before = model.state
+    model.state = y.detach()
+    return y if before is None else y + before
+
+
+def _of_table(model: Leaves, y: Tensor) -> Tensor:
+    scaled = y * model.table.get("scale", 1.0)
+    model.table["scale"] = y.detach().abs().mean()
+    return scaled
+
+
+def _queued(model: Leaves, y: Tensor) -> Tensor:
+    model.kept.append(model.linear.weight.detach().mean())
+    return y + sum(model.kept[:-1])
+
+
+@pytest.mark.parametrize(
+    ("then", "name"), [(_recurrent, "state"), (_of_table, r"table\['scale'\]"), (_queued, r"kept\[0\]")]
+)
+def test_what_the_next_forward_reads_is_refused_by_name(then: Callable[[Leaves, Tensor], Tensor], name: str) -> None:
+    with pytest.raises(CaptureError, match=f"forward changes ['\"]{name}"):
+        capture(Leaves(then), BATCH)
+
+
+def _cached(model: Leaves, y: Tensor) -> Tensor:
+    """Of sizes and buffers alone, as rotary embeddings are."""
+    if y.shape[1] not in model.table:
+        model.table[y.shape[1]] = torch.arange(y.shape[1]) * model.rates
+    return y * model.table[y.shape[1]].cos()
+
+
+def test_a_cache_of_what_never_changes_may_stay() -> None:
+    model = Leaves(_cached)
+    capture(model, BATCH)
+    assert not any(isinstance(value, Left) for value in model.table.values())
+
+
+def _logged(model: Leaves, y: Tensor) -> Tensor:
+    model.state = y.detach().mean()
+    model.table["size"] = y.detach().abs().mean()
+    model.kept.append(y.detach())
+    return y
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        float,
+        bool,
+        str,
+        lambda left: left.item(),
+        lambda left: left + 1,
+        lambda left: 2 / left,
+        lambda left: left > 0,
+        lambda left: torch.stack([left]),
+        lambda left: torch.ones(2) * left,
+        lambda left: f"{left:.3f}",
+        lambda left: sum([left]),
+    ],
+)
+def test_what_is_logged_has_no_value_and_says_so(use: Callable[[object], object]) -> None:
+    model = Leaves(_logged)
+    capture(model, BATCH)
+    for left, name in ((model.state, "state"), (model.table["size"], "table"), (model.kept[0], "kept")):
+        with pytest.raises(PlanError, match=f"'?{name}.* has no value after a step: forward sets it"):
+            use(left)
+
+
+def test_a_model_with_it_runs_is_copied_and_saved() -> None:
+    model = Leaves(_logged)
+    capture(model, BATCH)
+    assert model.state is not None
+    torch.save(copy.deepcopy(model).state_dict(), io.BytesIO())
+    capture(model, BATCH)
+    model(torch.ones(2, 4))
+    assert float(model.state) == pytest.approx(float(model.linear(torch.ones(2, 4)).mean().detach()))
