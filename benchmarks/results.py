@@ -12,6 +12,7 @@ import os
 import platform
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median, quantiles
@@ -104,6 +105,7 @@ class Results:
             self.bars = {**before["bars"], **self.bars}
 
     def row(self, what: str, **figures: Any) -> None:
+        figures = {name: _without_places(value) if isinstance(value, str) else value for name, value in figures.items()}
         self.rows.append({"what": what, **figures})
         print(f"{what:<44} " + "  ".join(f"{k} {_short(v)}" for k, v in figures.items()), flush=True)
 
@@ -136,6 +138,11 @@ def _without_file(arguments: Sequence[str]) -> list[str]:
         place = kept.index("--json")
         del kept[place : place + 2]
     return kept
+
+
+def _without_places(text: str) -> str:
+    """Return a message without where this machine keeps the project and its libraries."""
+    return text.replace(f"{sysconfig.get_path('purelib')}/", "").replace(f"{ROOT}/", "")
 
 
 def _short(value: Any) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from heterodyne.errors import CaptureError, PlanError
 from heterodyne.frontend import capture
-from heterodyne.frontend.left_behind import Left
+from heterodyne.frontend.left_behind import SetByForward
 
 BATCH = {"x": torch.zeros(2, 4)}
 
@@ -68,7 +68,7 @@ def _cached(model: Leaves, y: Tensor) -> Tensor:
 def test_a_cache_of_what_never_changes_may_stay() -> None:
     model = Leaves(_cached)
     capture(model, BATCH)
-    assert not any(isinstance(value, Left) for value in model.table.values())
+    assert not any(isinstance(value, SetByForward) for value in model.table.values())
 
 
 def _logged(model: Leaves, y: Tensor) -> Tensor:

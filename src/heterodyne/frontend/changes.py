@@ -15,6 +15,7 @@ from heterodyne.frontend.faults import line_of
 
 __all__ = [
     "changed_numbers",
+    "entry_name",
     "kept_in",
     "numbers_of",
     "refuse_changes",
@@ -69,11 +70,16 @@ def refuse_new_buffers(before: Mapping[str, Tensor], after: Mapping[str, Tensor]
 def numbers_of(model: nn.Module) -> dict[tuple[str, str], object]:
     """The numbers and words that its modules keep as attributes, or in lists and dicts there, by the path of the module and the name."""
     return {
-        (path, attribute if key is None else f"{attribute}[{key!r}]"): value
+        (path, entry_name(attribute, key)): value
         for path, module in model.named_modules()
         for attribute, key, value in kept_in(module)
         if isinstance(value, int | float | str)
     }
+
+
+def entry_name(attribute: str, key: object) -> str:
+    """Return the name of what `kept_in` yields: ``calls``, ``state['calls']``, ``state[0]``."""
+    return attribute if key is None else f"{attribute}[{key!r}]"
 
 
 def kept_in(module: nn.Module) -> Iterator[tuple[str, object, object]]:

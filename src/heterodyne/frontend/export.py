@@ -28,6 +28,7 @@ from heterodyne.frontend.arguments import operator_name
 from heterodyne.frontend.attention_masks import as_in_a_run
 from heterodyne.frontend.changes import (
     changed_numbers,
+    entry_name,
     numbers_of,
     refuse_changes,
     refuse_counters,
@@ -113,7 +114,7 @@ class _LossOnly(nn.Module):
     ) -> None:
         super().__init__()
         self._follows = example.follows
-        self.leaves = True  # tensors in attributes; a strict trace does not tell
+        self.leaves = True  # whether forward sets attributes to tensors; a strict trace does not tell
         self._watch = watch
         self._changed = changed
         self.model = model
@@ -236,7 +237,7 @@ class _Trial:
         with contextlib.suppress(RuntimeError), self._mode, torch.no_grad(), capturing(), quiet():
             left, read = left_behind(self._wrapped.model, run, data)
             for path, attribute, key in read:
-                refuse_kept(self._wrapped.model, path, attribute if key is None else f"{attribute}[{key!r}]")
+                refuse_kept(self._wrapped.model, path, entry_name(attribute, key))
             return left
         return []
 

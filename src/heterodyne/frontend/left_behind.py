@@ -1,7 +1,7 @@
-"""What forward leaves in the model: tensors of the batch or of weights that it puts into attributes.
+"""Tensors that forward computes from the batch or from weights and assigns to attributes of the model.
 
-A model that runs as a graph leaves nothing there, and each device would leave what its own samples gave. So what the next forward reads of
-it is refused, and in the place of the rest stands an object of which every use raises.
+A captured graph does not assign attributes, and each rank would assign what it computed from its own shard of the batch. A model whose next
+forward reads such an attribute is refused. Attributes that forward only sets are replaced by an object that raises PlanError on every use.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from heterodyne.errors import PlanError
-from heterodyne.frontend.changes import kept_in
+from heterodyne.frontend.changes import entry_name, kept_in
 
-__all__ = ["Left", "Place", "leave", "left_behind", "tensors_of"]
+__all__ = ["Place", "SetByForward", "leave", "left_behind", "tensors_of"]
 
 Place: TypeAlias = tuple[str, str, object]
 """The path of a module, an attribute of it, and the key or index there; None: the attribute itself."""
@@ -91,21 +91,21 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def leave(model: nn.Module, places: Iterable[Place]) -> None:
-    """Put in each place an object that says, wherever it is used, that forward leaves nothing there."""
+    """Replace the value in each place by a `SetByForward`."""
     for path, attribute, key in places:
         owner = model.get_submodule(path)
-        name = ".".join(part for part in (path, attribute) if part) + ("" if key is None else f"[{key!r}]")
+        name = ".".join(part for part in (path, entry_name(attribute, key)) if part)
         kept = vars(owner).get(attribute)
         if isinstance(kept, dict) and key is not None:
-            kept[key] = Left(name)
+            kept[key] = SetByForward(name)
         elif isinstance(kept, list) and isinstance(key, int):
-            kept[key : key + 1] = [Left(name)]
+            kept[key : key + 1] = [SetByForward(name)]
         else:
-            setattr(owner, attribute, Left(name.partition("[")[0]))
+            setattr(owner, attribute, SetByForward(name.partition("[")[0]))
 
 
-class Left:
-    """What stands where forward would have left a tensor. Every use of it raises PlanError."""
+class SetByForward:
+    """The value of an attribute that forward sets. Every use of it raises PlanError."""
 
     def __init__(self, name: str) -> None:
         vars(self)["name"] = name
@@ -128,14 +128,14 @@ class Left:
     def __torch_function__(
         cls, function: Any, kinds: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        found = next(leaf for leaf in pytree.tree_leaves((args, kwargs or {})) if isinstance(leaf, Left))
+        found = next(leaf for leaf in pytree.tree_leaves((args, kwargs or {})) if isinstance(leaf, SetByForward))
         return found.refuse()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Left:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SetByForward:
         return self
 
-    def __reduce__(self) -> tuple[type[Left], tuple[str]]:
-        return Left, (vars(self)["name"],)
+    def __reduce__(self) -> tuple[type[SetByForward], tuple[str]]:
+        return SetByForward, (vars(self)["name"],)
 
     def __repr__(self) -> str:
         return f"<{vars(self)['name']}, which forward sets>"
@@ -169,4 +169,4 @@ for _name in (
         "__call__",
     ),
 ):
-    setattr(Left, _name, Left.refuse)
+    setattr(SetByForward, _name, SetByForward.refuse)
