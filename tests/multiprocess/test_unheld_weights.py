@@ -171,6 +171,29 @@ def test_what_is_not_held_whole_raises_in_the_line_that_uses_it(pool: Pool, name
                     assert f"rank {1 - rank} (stage {1 - rank}) holds it" in words
 
 
+def gradients_read(world: World, plan: Plan) -> str:
+    """What is told of a gradient after a step. Values, and gradients that the script has cleared or made, can be used."""
+    model = Taught()
+    with start(world, model, plan) as trainer:
+        trainer.step(batch_of())
+        with pytest.raises(PlanError) as refused:
+            nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        assert float(model.scale.detach()) != 0
+        model.zero_grad()
+        assert model.scale.grad is None
+        (model.scale * 3).backward()
+        assert model.scale.grad == 3
+        model.zero_grad()
+        trainer.step(batch_of(1))
+        torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+    return str(refused.value)
+
+
+def test_a_gradient_of_which_each_rank_keeps_a_part_is_not_read(pool: Pool) -> None:
+    for told in pool.run(2, gradients_read, plans()["zero 1"]):
+        assert "the gradient of 'scale', of which each rank keeps the part that it updates" in told
+
+
 def replaced(world: World, plan: Plan) -> tuple[list[float], list[float], str, str]:
     """A buffer replaced before it is asked for whole: its values, those after a step, what its use and a hook are told."""
     model = Taught()

@@ -1,4 +1,4 @@
-"""Weights that not every rank holds whole: using their values between two calls of the trainer raises, on every rank.
+"""Weights or gradients that not every rank holds whole: using their values between two calls of the trainer raises, on every rank.
 
 Where a rank does not hold it, such a tensor is on the meta device, is not a number (``zero: 3``), or is a slice, and torch computes with
 each of them without complaint. Between two calls its class is therefore one of our own, by which torch tells of every use
@@ -57,7 +57,8 @@ class _Unheld:
         device: of this rank.
         held: this rank holds all of it, or its optimizer updates what it holds; so that optimizer may use it.
         cleared: no step has been since its gradient was set to None, or at all.
-        moves: of the optimizer that updates it in parts, held whole, but for these; None: it is not held whole.
+        replicated: every rank holds all of it, and of its gradient after a step only the part that it updates.
+        moves: of the optimizer that updates it in parts and may move it outside of its step; None: it does not.
     """
 
     name: str
@@ -66,10 +67,17 @@ class _Unheld:
     device: torch.device
     held: bool
     cleared: bool = True
+    replicated: bool = False
     moves: OutsideMoves | None = None
 
     def refuse(self, use: str) -> NoReturn:
         """Raise PlanError for this use of the tensor's values."""
+        if self.replicated and use == ".grad":
+            raise PlanError(
+                f"{use} needs the gradient of {self.name!r}, of which each rank keeps the part that it updates ('zero': 1 or 2). The norm "
+                "of all gradients is .grad_norm of what step() returns, where clip_grad_norm is given to hd.distribute; under a plan with "
+                "'zero': 0 every rank has the gradients of the last step"
+            )
         raise PlanError(
             f"{use} needs the values of {self.name!r}, which not every rank holds whole under this plan: {self.place}. "
             "To read or change weights between two steps use 'with trainer.whole_weights() as model:', on every rank; for a moving "
@@ -96,6 +104,8 @@ class _Guarded:
         guarded = [leaf for leaf in pytree.tree_leaves((args, given)) if isinstance(leaf, _Guarded)]
         tensor = next((leaf for leaf in guarded if not _is_up_to_date(leaf)), None)
         if tensor is None and guarded:
+            if use in (".grad", ".grad ="):
+                _refuse_gradient(_unheld_of(guarded[0]), use, args)
             with torch._C.DisableTorchFunctionSubclass():
                 found = function(*args, **given)
                 for moves in {unheld.moves for unheld in map(_unheld_of, guarded) if unheld.moves is not None}:
@@ -154,9 +164,9 @@ def _unheld_of(tensor: object) -> _Unheld:
 
 
 def _is_up_to_date(tensor: object) -> bool:
-    moves = _unheld_of(tensor).moves
+    unheld = _unheld_of(tensor)
     with torch._C.DisableTorchFunctionSubclass():  # it reads such tensors itself
-        return moves is not None and not moves.are_stale()
+        return unheld.replicated and (unheld.moves is None or not unheld.moves.are_stale())
 
 
 @contextmanager
@@ -188,6 +198,15 @@ def _is_without_gradient(unheld: _Unheld, use: str, args: tuple[Any, ...]) -> bo
     if unheld.cleared or (frame is not None and frame.f_code is nn.Module._apply.__code__):
         return True
     return not unheld.held and _is_in_optimizer()
+
+
+def _refuse_gradient(unheld: _Unheld, use: str, args: tuple[Any, ...]) -> None:
+    """Raise PlanError if the gradient of a weight that is replicated is read after a step, by none that clears it or updates the weight."""
+    code = sys._getframe(2).f_code
+    if use == ".grad =" or code is nn.Module.zero_grad.__code__:
+        unheld.cleared = unheld.cleared or use == ".grad" or args[1] is None
+    elif not unheld.cleared and code is not nn.Module._apply.__code__ and not _is_in_optimizer():
+        unheld.refuse(use)
 
 
 def _stand_in(tensor: Tensor, use: str) -> Tensor | None:
@@ -272,7 +291,7 @@ class UnheldWeights:
         self._found = self._replaced()
         of, rank = self._ownership, self._rank
         places = _places_of_unheld(of, self._placement)
-        in_parts = {} if self._moves is None or of.apart else dict.fromkeys(of.shards.keys() - places, _IN_PARTS)
+        in_parts = {} if of.apart else dict.fromkeys(of.shards.keys() - places, _IN_PARTS)
         apart = of.shards.keys() if of.apart else ()
         updated = {id(tensor) for group in self._optimizer.param_groups for tensor in group["params"]}
         guarded = {id(tensor): getattr(tensor, _ATTRIBUTE) for _, tensor, _, _ in self._of}
@@ -288,6 +307,7 @@ class UnheldWeights:
                 whole=whole,
                 device=self._device,
                 held=held,
+                replicated=name in in_parts,
                 moves=self._moves if name in in_parts else None,
             )
             setattr(tensor, _ATTRIBUTE, unheld)
