@@ -1,23 +1,77 @@
-"""What hooks and forwards of a model's copies write outside of them: they share the closures and globals of the user's own model."""
+"""What a model keeps beside weights: attributes of its modules, and what the closures and globals of its hooks and forwards hold.
+
+Copies of a model share the latter with the user's own model.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from heterodyne.code_read import is_filled, is_users
+from heterodyne.code_read import CodeRead, is_filled, is_users
 
-__all__ = ["unchanged_around"]
+__all__ = ["Kept", "functions_of", "kept_by", "unchanged_around"]
 
 _DEEPEST = 3
 _MOST_ENTRIES = 10_000  # a longer container holds data
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Kept:
+    """A value, and where it stands: in a container, or as an attribute of an object, or as a variable of functions.
+
+    Args:
+        name: as the user would write it, ``blocks.0.state['calls']``.
+        holder: a dict, list, deque or cell, or an object with attributes.
+        key: of it there; None for a cell; for a hook of a module the name of the table, and its number there.
+        outer: the place of its container; None for attributes of modules and variables.
+        module: the module of whose attributes it is, or is part of one; None: it is of a variable.
+    """
+
+    name: str
+    holder: Any
+    key: Any
+    value: Any
+    outer: Kept | None = None
+    module: nn.Module | None = None
+
+    @property
+    def attribute(self) -> str:
+        """The attribute of the module or object, or the variable, that this is or is part of."""
+        return str(self.key) if self.outer is None else self.outer.attribute
+
+
+def kept_by(model: nn.Module, functions: Iterable[FunctionType]) -> Iterator[Kept]:
+    """Yield what modules have as attributes besides parameters, buffers and modules, what functions have around them, and entries of these.
+
+    ``functions``: those that forward may call (`functions_of`).
+    """
+    seen = {id(module) for module in model.modules()}
+    for path, module in model.named_modules():
+        for attribute, value in list(vars(module).items()):
+            if attribute not in _OF_MODULES:
+                name = f"{path}.{attribute}" if path else attribute
+                kept = Kept(name=name, holder=module, key=attribute, value=value, module=module)
+                yield from _with_entries(kept, _DEEPEST, seen)
+        for kind in _HOOKS:
+            for number, hook in enumerate(getattr(module, kind).values()):
+                kept = Kept(name=f"a hook of {path!r}", holder=module, key=(kind, number), value=hook)
+                yield from _with_entries(kept, _DEEPEST, seen)
+    yield from _kept_around(functions, seen)
+
+
+def _kept_around(functions: Iterable[FunctionType], seen: set[int]) -> Iterator[Kept]:
+    for kept in _variables(functions):
+        yield from _with_entries(kept, _DEEPEST, seen)
 
 
 @contextmanager
@@ -25,8 +79,14 @@ def unchanged_around(model: nn.Module) -> Iterator[None]:
     """Run copies of a model in the block; afterwards the containers and objects that its functions can write to are as they were."""
     restoring: list[Callable[[], None]] = []
     seen: set[int] = set()
-    for value in _held(model):
-        restoring += _restoring(value, _DEEPEST, seen)
+    of_model = {id(module) for module in model.modules()}
+    for kept in _kept_around(functions_of(model), of_model):
+        if kept.outer is None and isinstance(kept.holder, CellType | dict):  # not a function with defaults
+            restoring.append(partial(_set_variable, kept))
+        held = None if isinstance(kept.value, MethodType) else _held(kept.value)
+        if held is not None and id(kept.value) not in seen:
+            seen.add(id(kept.value))
+            restoring.append(partial(_set_back, kept.value, held))
     try:
         yield
     finally:
@@ -34,49 +94,80 @@ def unchanged_around(model: nn.Module) -> Iterator[None]:
             restore()
 
 
-def _held(model: nn.Module) -> Iterator[Any]:
-    """What the hooks of the modules and the functions of their classes reach: closures, defaults, and globals that they name."""
-    functions: dict[int, FunctionType] = {}
+def functions_of(model: nn.Module) -> list[FunctionType]:
+    """Return the functions that forward may call: hooks, methods of modules, and what the user's code calls by name."""
+    found: dict[int, FunctionType] = {}
     for module in model.modules():
-        for kind in _HOOKS:
-            functions |= {id(hook): hook for hook in getattr(module, kind).values() if isinstance(hook, FunctionType)}
+        for hook in (hook for kind in _HOOKS for hook in getattr(module, kind).values()):
+            called = hook.func if isinstance(hook, partial) else hook
+            called = getattr(called, "__func__", called)
+            if isinstance(called, FunctionType):
+                found[id(called)] = called
         for base in type(module).__mro__:
             if not base.__module__.startswith("torch."):
-                functions |= {id(made): made for made in vars(base).values() if isinstance(made, FunctionType)}
-    for function in functions.values():
-        yield from (cell.cell_contents for cell in function.__closure__ or () if is_filled(cell))
-        yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+                found |= {id(made): made for made in vars(base).values() if isinstance(made, FunctionType)}
+    found |= {id(function): function for function in CodeRead.of(model).functions}
+    return list(found.values())
+
+
+def _variables(functions: Iterable[FunctionType]) -> Iterator[Kept]:
+    """Yield what functions have around them: closures, defaults, globals that they name."""
+    for function in functions:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+            if is_filled(cell):
+                yield Kept(name=name, holder=cell, key=None, value=cell.cell_contents)
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        for place, value in enumerate(defaults):
+            yield Kept(name=f"default {place} of {function.__qualname__}()", holder=function, key=place, value=value)
         if is_users(function):
-            named = _names(function.__code__)
-            yield from (value for name, value in function.__globals__.items() if name in named)
+            own = function.__globals__
+            for name in sorted(_names(function.__code__) & own.keys()):
+                yield Kept(name=name, holder=own, key=name, value=own[name])
 
 
-def _restoring(value: Any, depth: int, seen: set[int]) -> Iterator[Callable[[], None]]:
-    """Give what brings a container, or the attributes of an object, back to what is in it now; and so for what is in these."""
-    if id(value) in seen or depth == 0 or isinstance(value, (Tensor, type, ModuleType, FunctionType)):
+def _with_entries(kept: Kept, depth: int, seen: set[int]) -> Iterator[Kept]:
+    yield kept
+    value = kept.value
+    held = None if depth == 0 or id(value) in seen else _held(value)
+    if held is None or len(held) > _MOST_ENTRIES:
         return
     seen.add(id(value))
-    held: Any
+    if isinstance(value, set):
+        return
+    in_brackets = isinstance(value, dict | list | deque)
+    for key, entry in held.items() if isinstance(held, dict) else enumerate(held):
+        owner = type(value.__self__).__name__ if isinstance(value, MethodType) else f"{kept.name}.{key}"
+        name = f"{kept.name}[{key!r}]" if in_brackets else owner
+        inner = Kept(name=name, holder=value, key=key, value=entry, outer=kept, module=kept.module)
+        yield from _with_entries(inner, depth - 1, seen)
+
+
+def _held(value: Any) -> dict[Any, Any] | list[Any] | None:
+    """Return what is in a container or object of the user; None for anything else."""
+    if isinstance(value, Tensor | type | ModuleType | FunctionType):
+        return None
+    if isinstance(value, MethodType):
+        return {"__self__": value.__self__}
     if isinstance(value, dict):
-        held, entries = dict(value), list(value.values())
-    elif isinstance(value, (list, set, deque)):
-        held = entries = list(value)
-    elif hasattr(value, "__dict__") and is_users(type(value)):
-        held = {name: entry for name, entry in vars(value).items() if _is_own(value, name)}
-        entries = list(held.values())
+        return dict(value)
+    if isinstance(value, list | set | deque):
+        return list(value)
+    if hasattr(value, "__dict__") and is_users(type(value)):
+        return {name: entry for name, entry in vars(value).items() if _is_own(value, name)}
+    return None
+
+
+def _set_variable(kept: Kept) -> None:
+    if isinstance(kept.holder, CellType):
+        kept.holder.cell_contents = kept.value
     else:
-        return
-    if len(entries) > _MOST_ENTRIES:
-        return
-    yield partial(_set_back, value, held)
-    for entry in entries:
-        yield from _restoring(entry, depth - 1, seen)
+        kept.holder[kept.key] = kept.value
 
 
 def _set_back(holder: Any, held: Any) -> None:
     if isinstance(holder, list):
         holder[:] = held
-    elif isinstance(holder, (dict, set, deque)):
+    elif isinstance(holder, dict | set | deque):
         holder.clear()
         (holder.extend if isinstance(holder, deque) else holder.update)(held)
     else:

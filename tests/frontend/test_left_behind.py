@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.errors import CaptureError, PlanError
-from heterodyne.frontend import capture
+from heterodyne.frontend import capture, trace
 from heterodyne.frontend.left_behind import SetByForward
 
 BATCH = {"x": torch.zeros(2, 4)}
@@ -31,6 +31,12 @@ class Leaves(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.then(self, self.linear(x)).pow(2).mean()
+
+
+def after_step(model: nn.Module) -> None:
+    """What a step does with what forward leaves."""
+    for left in trace(model, BATCH).left:
+        left.guard(model)
 
 
 def _recurrent(model: Leaves, y: Tensor) -> Tensor:
@@ -67,7 +73,7 @@ def _cached(model: Leaves, y: Tensor) -> Tensor:
 
 def test_a_cache_of_what_never_changes_may_stay() -> None:
     model = Leaves(_cached)
-    capture(model, BATCH)
+    after_step(model)
     assert not any(isinstance(value, SetByForward) for value in model.table.values())
 
 
@@ -96,17 +102,80 @@ def _logged(model: Leaves, y: Tensor) -> Tensor:
 )
 def test_what_is_logged_has_no_value_and_says_so(use: Callable[[object], object]) -> None:
     model = Leaves(_logged)
-    capture(model, BATCH)
-    for left, name in ((model.state, "state"), (model.table["size"], "table"), (model.kept[0], "kept")):
+    after_step(model)
+    for left, name in ((model.state, "state"), (model.table["size"], "table"), (model.kept, "kept")):
         with pytest.raises(PlanError, match=f"'?{name}.* has no value after a step: forward sets it"):
             use(left)
 
 
 def test_a_model_with_it_runs_is_copied_and_saved() -> None:
     model = Leaves(_logged)
-    capture(model, BATCH)
+    after_step(model)
     assert model.state is not None
     torch.save(copy.deepcopy(model).state_dict(), io.BytesIO())
-    capture(model, BATCH)
+    after_step(model)
     model(torch.ones(2, 4))
     assert float(model.state) == pytest.approx(float(model.linear(torch.ones(2, 4)).mean().detach()))
+
+
+class Recorder:
+    """What users hang to a module to see what goes through it."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+        self.last: Tensor | None = None
+
+    def hook(self, module: nn.Module, inputs: object, output: Tensor) -> None:
+        self.seen.append(output.detach())
+        self.last = output.detach().mean()
+
+
+def test_what_hooks_write_around_the_model_has_no_value_either() -> None:
+    model, stats, recorder = Leaves(lambda _, y: y), {"mean": torch.zeros(()), "rows": torch.zeros(())}, Recorder()
+    latest: Tensor | None = None
+
+    def hook(module: nn.Module, inputs: object, output: Tensor) -> None:
+        nonlocal latest
+        stats["mean"] = latest = output.detach().mean()
+
+    model.linear.register_forward_hook(hook)
+    model.linear.register_forward_hook(recorder.hook)
+    capture(model, BATCH)
+    assert latest is None
+    assert stats["mean"] == 0
+    assert recorder.seen == []
+    after_step(model)
+    after_step(model)
+    assert stats["rows"] == 0
+    for left, name in ((stats["mean"], r"stats\['mean'\]"), (latest, "latest"), (recorder.last, "Recorder.last")):
+        with pytest.raises(PlanError, match=f"{name}['\"] has no value after a step"):
+            float(left)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"Recorder.seen' has no value"):
+        len(recorder.seen)
+    model(torch.ones(2, 4))  # the hooks write as before
+    assert float(stats["mean"]) == pytest.approx(float(recorder.last))  # type: ignore[arg-type]
+
+
+def _counts_in_a_list(model: Leaves, y: Tensor) -> Tensor:
+    model.kept.append(y.shape[1])  # type: ignore[arg-type]
+    return y
+
+
+def test_a_list_of_numbers_that_grows_has_no_length() -> None:
+    model = Leaves(_counts_in_a_list)
+    after_step(model)
+    with pytest.raises(PlanError, match="'kept' has no value after a step"):
+        len(model.kept)
+
+
+def test_a_hook_that_counts_its_calls_is_refused() -> None:
+    model, calls = Leaves(lambda _, y: y), {"number": 0}
+
+    def hook(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
+        calls["number"] += 1
+        return output * 0.9 ** calls["number"]
+
+    model.linear.register_forward_hook(hook)
+    with pytest.raises(CaptureError, match='forward changes "calls'):
+        capture(model, BATCH)
+    assert calls["number"] == 0

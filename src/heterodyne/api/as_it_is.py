@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.api.session import Session
+from heterodyne.around_model import functions_of
 from heterodyne.errors import CaptureError, HeterodyneError, NoGraphError
 from heterodyne.frontend import Captured, Opaque, opaque, read_count
-from heterodyne.frontend.changes import changed_numbers, numbers_of, refuse_counters
+from heterodyne.frontend.changes import Looked
 from heterodyne.frontend.faults import user_line
+from heterodyne.frontend.left_behind import Left, set_anew
 from heterodyne.frontend.loss_alone import has_loss_outside, output_of_model, trace_loss
 from heterodyne.frontend.opaque import CountGiven, Recount
 from heterodyne.graph.ir import Loss
@@ -71,7 +73,7 @@ def capture_as_it_is(
         )
     loss, count, recount = _loss_of(session, model, example_batch, wanted, error, shared)
 
-    def captured(seen: Seen) -> Opaque:
+    def captured(seen: Seen, left: Sequence[Left] = ()) -> Opaque:
         return opaque(
             model,
             example_batch,
@@ -83,6 +85,7 @@ def capture_as_it_is(
             name=name,
             recount=recount,
             shared=shared,
+            left=left,
         )
 
     session.say(
@@ -90,7 +93,7 @@ def capture_as_it_is(
     )
     draft = captured(Seen(random=True, batch_norm=False))
 
-    def in_parts(module: nn.Module, batch: Mapping[str, Tensor]) -> Seen:
+    def in_parts(module: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Seen, list[Left]]:
         def run() -> Seen:
             return run_in_parts(
                 module,
@@ -101,13 +104,12 @@ def capture_as_it_is(
                 precision=wanted.precision,
             )
 
-        before = numbers_of(module)
+        before = Looked(module, functions_of(module))
         seen = run()
-        refuse_counters(module, changed_numbers(before, numbers_of(module)), run)
-        return seen
+        return seen, set_anew(module, before, run)
 
     with session.announced("comparing the module on a few samples with itself on parts of them"):
-        found = captured(session.agreement.on_rank0(lambda: _run(in_parts, session, wanted, example_batch)))
+        found = captured(*session.agreement.on_rank0(lambda: _run(in_parts, session, wanted, example_batch)))
     session.say(
         f"{name} was compared with itself in parts on the first batch, and its loss will be on some samples of a few later ones. A choice "
         "that it makes for a whole batch, and that turns out otherwise only in others, is not seen: 'heterodyne verify' compares steps of "

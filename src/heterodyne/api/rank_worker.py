@@ -71,6 +71,7 @@ def make_worker(
         watch=session.watchdog,
         stage_programs=StageCutter(captured, module) if isinstance(captured, Captured) else None,
         again=again_of(captured, module),
+        left=captured.left,
         compiled=None if module is model else model,
         compile_stages=compile,
         whole_weights=whole_weights or (isinstance(optimizer, OptimizerSection) and optimizer.whole_weights),

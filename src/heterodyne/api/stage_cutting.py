@@ -35,7 +35,11 @@ def again_of(captured: CapturedModel, model: nn.Module) -> Again:
         traced = captured.again(twin, numbers=_of_modules(twin, numbers))
         traced.refuse_reads_around(now)
         return Capture(
-            graph=traced.graph, loss_count=traced.loss_count, programs=StageCutter(traced, twin), numbers=traced.numbers
+            graph=traced.graph,
+            loss_count=traced.loss_count,
+            programs=StageCutter(traced, twin),
+            numbers=traced.numbers,
+            left=traced.left,
         )
 
     return again

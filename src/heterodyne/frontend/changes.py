@@ -5,27 +5,24 @@ from __future__ import annotations
 import inspect
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from types import FunctionType
 
 from torch import Tensor, fx, nn
 
+from heterodyne.around_model import Kept, kept_by
 from heterodyne.errors import CaptureError
 from heterodyne.frontend.arguments import argument, mutates, operator_name
 from heterodyne.frontend.faults import line_of
 
 __all__ = [
-    "changed_numbers",
-    "entry_name",
-    "kept_in",
-    "numbers_of",
+    "Looked",
+    "place_of",
     "refuse_changes",
-    "refuse_counters",
     "refuse_kept",
     "refuse_new_buffers",
 ]
 
-_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
-_MOST_KEPT = 100
 _WHY = (
     "which the model keeps for the next forward. Each device sees only its own samples, in micro-batches of its own, so the copies would "
     "drift apart. Change it outside of forward, once a step; BatchNorm is the one exception that is known."
@@ -67,70 +64,55 @@ def refuse_new_buffers(before: Mapping[str, Tensor], after: Mapping[str, Tensor]
             raise CaptureError(f"forward changes {name!r} (it sets another tensor in its place), {_WHY}")
 
 
-def numbers_of(model: nn.Module) -> dict[tuple[str, str], object]:
-    """The numbers and words that its modules keep as attributes, or in lists and dicts there, by the path of the module and the name."""
-    return {
-        (path, entry_name(attribute, key)): value
-        for path, module in model.named_modules()
-        for attribute, key, value in kept_in(module)
-        if isinstance(value, int | float | str)
-    }
+class Looked:
+    """What a model keeps now (`kept_by`), to be compared with what it keeps after a forward."""
+
+    def __init__(self, model: nn.Module, functions: Sequence[FunctionType]) -> None:
+        self.kept = {place_of(kept): kept for kept in kept_by(model, functions)}
+        self._lengths = {
+            place: len(kept.value)
+            for place, kept in self.kept.items()
+            if isinstance(kept.value, list | set | dict | deque)
+        }
+
+    def changed(self, before: Looked) -> list[Kept]:
+        """Return the tensors, numbers and words that are others than before."""
+        return [kept for place, kept in self.kept.items() if _is_other(before.kept.get(place), kept)]
+
+    def counted(self, before: Looked) -> list[Kept]:
+        """Return the numbers and words that are others than before, but those in containers that are longer than before."""
+        longer = {id(kept.value) for kept in self.longer(before)}
+        return [k for k in self.changed(before) if not isinstance(k.value, Tensor) and id(k.holder) not in longer]
+
+    def longer(self, before: Looked) -> list[Kept]:
+        """Return the lists, sets and dicts that have more entries than before."""
+        return [
+            self.kept[place] for place, length in self._lengths.items() if length > before._lengths.get(place, length)
+        ]
 
 
-def entry_name(attribute: str, key: object) -> str:
-    """Return the name of what `kept_in` yields: ``calls``, ``state['calls']``, ``state[0]``."""
-    return attribute if key is None else f"{attribute}[{key!r}]"
+def place_of(kept: Kept) -> tuple[int, str]:
+    """Return what identifies the place where a value stands, whatever stands there."""
+    outer = kept
+    while outer.outer is not None:
+        outer = outer.outer
+    return id(outer.holder), kept.name
 
 
-def kept_in(module: nn.Module) -> Iterator[tuple[str, object, object]]:
-    """Yield what a module keeps besides parameters, buffers and modules: the attribute, the key or index in it (None: it is the value
-    itself), and the value.
-    """
-    for attribute, kept in vars(module).items():
-        if attribute in _OF_MODULES:
-            continue
-        if isinstance(kept, dict):
-            yield from ((attribute, key, value) for key, value in list(kept.items())[:_MOST_KEPT])
-        elif isinstance(kept, list | tuple | deque):
-            yield from ((attribute, place, value) for place, value in enumerate(list(kept)[:_MOST_KEPT]))
-        else:
-            yield attribute, None, kept
+def _is_other(before: Kept | None, now: Kept) -> bool:
+    value = now.value
+    if isinstance(value, Tensor):
+        return before is None or before.value is not value
+    if not isinstance(value, int | float | str):
+        return False
+    return before is None or bool(before.value != value and not (before.value != before.value and value != value))
 
 
-def changed_numbers(
-    before: Mapping[tuple[str, str], object], after: Mapping[tuple[str, str], object]
-) -> list[tuple[str, str]]:
-    """Those that are new or others (`numbers_of`)."""
-    return [key for key, value in after.items() if key not in before or _are_others(before[key], value)]
-
-
-def refuse_counters(model: nn.Module, changed: Collection[tuple[str, str]], run: Callable[[], object]) -> None:
-    """Raise CaptureError, with the line, if each forward changes a plain attribute. What only the first one sets (a cache) may be.
-
-    Args:
-        changed: the attributes that a forward has changed.
-        run: runs a forward.
-    """
-    if not changed:
-        return
-    run()
-    first = numbers_of(model)
-    run()
-    second = numbers_of(model)
-    for path, name in changed:
-        if _are_others(first.get((path, name)), second.get((path, name))):
-            refuse_kept(model, path, name)
-
-
-def refuse_kept(model: nn.Module, path: str, name: str) -> None:
-    """Raise CaptureError, with the line: what forward leaves in this attribute the next one reads."""
-    place = f"{line}\n" if (line := _line_that_sets(type(model.get_submodule(path)), name)) else ""
-    raise CaptureError(f"{place}forward changes {f'{path}.{name}' if path else name!r}, {_WHY}")
-
-
-def _are_others(before: object, after: object) -> bool:
-    """NaN is none but itself."""
-    return bool(before != after) and not (before != before and after != after)
+def refuse_kept(kept: Kept) -> None:
+    """Raise CaptureError, with the line: what forward leaves in this place the next one reads."""
+    line = "" if kept.module is None else _line_that_sets(type(kept.module), kept.attribute)
+    place = f"{line}\n" if line else ""
+    raise CaptureError(f"{place}forward changes {kept.name!r}, {_WHY}")
 
 
 def _line_that_sets(made: type, name: str) -> str:
@@ -139,7 +121,7 @@ def _line_that_sets(made: type, name: str) -> str:
         filename, (lines, first) = inspect.getsourcefile(made), inspect.getsourcelines(made)
     except (OSError, TypeError):
         return ""
-    sets = re.compile(rf"\w+\.{re.escape(name.partition('[')[0])}(\[.*\])?\s*([-+*/]|//)?=(?!=)")
+    sets = re.compile(rf"\w+\.{re.escape(name)}(\[.*\])?\s*([-+*/]|//)?=(?!=)")
     places = [number for number, text in enumerate(lines) if sets.search(text)]
     return f"{filename}:{first + places[-1]}: {lines[places[-1]].strip()}" if places else ""
 

@@ -22,19 +22,12 @@ from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from heterodyne.annotate import capturing
+from heterodyne.around_model import functions_of
 from heterodyne.errors import CaptureError, NoGraphError
 from heterodyne.frontend.annotations import Annotations, read_annotations
 from heterodyne.frontend.arguments import operator_name
 from heterodyne.frontend.attention_masks import as_in_a_run
-from heterodyne.frontend.changes import (
-    changed_numbers,
-    entry_name,
-    numbers_of,
-    refuse_changes,
-    refuse_counters,
-    refuse_kept,
-    refuse_new_buffers,
-)
+from heterodyne.frontend.changes import Looked, refuse_changes, refuse_new_buffers
 from heterodyne.frontend.example import Example, sizes_of, trace_sizes
 from heterodyne.frontend.faults import (
     explain,
@@ -47,7 +40,7 @@ from heterodyne.frontend.faults import (
 )
 from heterodyne.frontend.fixed_sizes import SizeWatch, refuse_another_graph, refuse_choices_by_size, sizes_to_try
 from heterodyne.frontend.flat_graph import drop_bookkeeping, inline_one, is_op
-from heterodyne.frontend.left_behind import Place, leave, left_behind, tensors_of
+from heterodyne.frontend.left_behind import Left, left_behind
 from heterodyne.frontend.module_only import BackwardWatch, hooks_of
 from heterodyne.frontend.numbers import FROM_NUMBERS, Numbers, Recorder
 from heterodyne.frontend.own_checks import OwnChecks
@@ -80,7 +73,7 @@ class Role:
 class Traced:
     """The flat graph. ``model`` is the skeleton that was traced, ``aliases`` the names tied to a canonical one; ``module_only``: what
     the backward of the module does and that of the graph does not; ``computed``: constants that were computed from other tensors before the
-    forward; ``numbers``: attributes that are inputs of it."""
+    forward; ``numbers``: attributes that are inputs of it; ``left``: what forward sets in the model and around it."""
 
     model: nn.Module
     graph: fx.Graph
@@ -94,6 +87,7 @@ class Traced:
     module_only: tuple[ModuleOnly, ...] = ()
     numbers: Numbers = field(default_factory=Numbers)
     computed: frozenset[str] = frozenset()
+    left: Sequence[Left] = ()
 
     def module_of(self, node: fx.Node) -> str:
         """The path of the module that called the op, "" for the model itself."""
@@ -110,13 +104,12 @@ class _LossOnly(nn.Module):
         example: Example,
         sizes: SizeWatch,
         watch: BackwardWatch,
-        changed: set[tuple[str, str]],
     ) -> None:
         super().__init__()
         self._follows = example.follows
-        self.leaves = True  # whether forward sets attributes to tensors; a strict trace does not tell
+        self._functions = functions_of(model)
+        self.leaves = True  # whether forward changes what the model keeps; a strict trace does not tell
         self._watch = watch
-        self._changed = changed
         self.model = model
         self._names = example.names if example.keywords else None
         self._sizes = sizes
@@ -135,15 +128,15 @@ class _LossOnly(nn.Module):
         traced = _tensors(self.model) if self._attributes else {}
         for name, own in self._attributes.items():  # what torch.export puts in the place of weights has none
             vars(traced[name]).update(own)
-        numbers, kept = numbers_of(self.model), tensors_of(self.model)
+        kept = Looked(self.model, self._functions)
         draws = PythonDraws(self.model)
         with torch.random.fork_rng(devices=()):
             draws.begin()
             with self._watch, self._sizes, draws, OwnChecks():
                 loss = self.loss(batch)
             draws.refuse()
-        self._changed.update(changed_numbers(numbers, numbers_of(self.model)))
-        self.leaves = any(tensor is not kept.get(place) for place, tensor in tensors_of(self.model).items())
+        now = Looked(self.model, self._functions)
+        self.leaves = bool(now.changed(kept) or now.longer(kept))
         self._watch.look_at(loss)
         refuse_new_buffers(before, dict(self.model.named_buffers()))
         return loss
@@ -174,14 +167,13 @@ def export(model: nn.Module, example: Example, *, numbers: Sequence[str] = ()) -
         except Exception as error:  # noqa: BLE001  # torch.export lets through whatever the model raised; explained below
             first = first or (error, trial.sizes.line)
         else:
-            trial.refuse_counters()
-            leave(model, trial.left_behind())
+            left = trial.left_behind()
             trial.copy._modules.pop(FROM_NUMBERS, None)
             traced = _flatten(program, trial.copy, example)
             _require_same_at_other_sizes(traced, model, example, strict, numbers)
             of_backward = (*hooks_of(model), *trial.watch.noted.values()) if trial.watch.flows else ()
             kept = frozenset(n for n, value in traced.constants.items() if any(value is one for one in trial.computed))
-            return replace(traced, module_only=of_backward, numbers=trial.numbers.found(), computed=kept)
+            return replace(traced, module_only=of_backward, numbers=trial.numbers.found(), computed=kept, left=left)
     assert first is not None
     cause, line = first
     raise explain(cause, model, line) from cause
@@ -195,13 +187,12 @@ class _Trial:
         self._example = example
         self._size = size
         self._strict = strict
-        self._changed: set[tuple[str, str]] = set()  # plain attributes of the modules, which torch.export sets back
         self.computed: list[Tensor] = []
         self.copy = skeleton(model, self._mode, self.computed)
         self.numbers = Recorder(self.copy, numbers, self._empty)
         self.sizes = SizeWatch()
         self.watch = BackwardWatch()
-        self._wrapped = _LossOnly(self.copy, example, self.sizes, self.watch, self._changed)
+        self._wrapped = _LossOnly(self.copy, example, self.sizes, self.watch)
         self._wrapped.training = model.training
 
     def _empty(self, dtype: torch.dtype) -> Tensor:
@@ -211,35 +202,22 @@ class _Trial:
     def run(self) -> ExportedProgram:
         return _export(self._wrapped, self._example, self._mode, self._size, self._strict)
 
-    def refuse_counters(self) -> None:
-        """Raise CaptureError if forward counts its calls in an attribute."""
-
-        def run() -> None:
-            # Not every op runs outside of a trace without data; what was counted until there still shows.
-            with contextlib.suppress(RuntimeError), self._mode, torch.no_grad(), capturing(), quiet():
-                self._wrapped.loss(self._example.fake(self._mode, self._size))
-
-        refuse_counters(self._wrapped.model, self._changed, run)
-
-    def left_behind(self) -> list[Place]:
-        """Return where forward leaves tensors of the batch or of weights. Raises CaptureError if the next one reads them."""
+    def left_behind(self) -> list[Left]:
+        """Return what forward leaves in the model and around it. Raises CaptureError if the next forward reads it."""
         if not self._wrapped.leaves:
             return []
         fake = self._example.fake(self._mode, self._size)
 
-        def run() -> tuple[Sequence[Tensor], Tensor]:
-            return fake, self._wrapped.loss(fake)
+        def run() -> tuple[Sequence[Tensor], Tensor] | None:
+            # Not every op runs outside of a trace without data; what was changed until there still shows.
+            with contextlib.suppress(RuntimeError), self._mode, torch.no_grad(), capturing(), quiet():
+                return fake, self._wrapped.loss(fake)
+            return None
 
         def data() -> list[Tensor]:
             return [*fake, *(p for p in self._wrapped.model.parameters() if p.requires_grad)]
 
-        # Not every op runs outside of a trace without data.
-        with contextlib.suppress(RuntimeError), self._mode, torch.no_grad(), capturing(), quiet():
-            left, read = left_behind(self._wrapped.model, run, data)
-            for path, attribute, key in read:
-                refuse_kept(self._wrapped.model, path, entry_name(attribute, key))
-            return left
-        return []
+        return left_behind(self._wrapped.model, run, data)
 
 
 def _require_same_at_other_sizes(

@@ -1,66 +1,165 @@
-"""Tensors that forward computes from the batch or from weights and assigns to attributes of the model.
+"""What forward computes from the batch or from weights and leaves in attributes of the model, or in variables around its functions.
 
-A captured graph does not assign attributes, and each rank would assign what it computed from its own shard of the batch. A model whose next
-forward reads such an attribute is refused. Attributes that forward only sets are replaced by an object that raises PlanError on every use.
+A captured graph assigns nothing, and each rank would assign what it computed from its own shard of the batch. A model whose next forward
+reads what is left is refused. What forward only sets is replaced, after each step, by an object that raises PlanError on every use.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import CellType, FunctionType
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from heterodyne.around_model import Kept, functions_of
+from heterodyne.code_read import is_filled
 from heterodyne.errors import PlanError
-from heterodyne.frontend.changes import entry_name, kept_in
+from heterodyne.frontend.changes import Looked, place_of, refuse_kept
 
-__all__ = ["Place", "SetByForward", "leave", "left_behind", "tensors_of"]
-
-Place: TypeAlias = tuple[str, str, object]
-"""The path of a module, an attribute of it, and the key or index there; None: the attribute itself."""
+__all__ = ["Left", "SetByForward", "left_behind", "set_anew"]
 
 
-def tensors_of(model: nn.Module) -> dict[Place, Tensor]:
-    """Return the tensors that its modules keep as attributes, or in lists, tuples and dicts there; parameters and buffers are none."""
-    return {
-        (path, attribute, key): value
-        for path, module in model.named_modules()
-        for attribute, key, value in kept_in(module)
-        if isinstance(value, Tensor)
-    }
+@dataclass(kw_only=True, eq=False)
+class Left:
+    """A place that forward sets.
+
+    Args:
+        root: the path of a module of the model, or a cell, a function or a dict, which copies of a model share.
+        steps: keys, and names of what they lead to, from there to the place.
+        filled: it is a container that each forward makes longer.
+    """
+
+    root: Any
+    steps: Sequence[tuple[Any, str]]
+    filled: bool = False
+
+    @cached_property
+    def _value(self) -> SetByForward:
+        return (FilledByForward if self.filled else SetByForward)(self.steps[-1][1])
+
+    def guard(self, model: nn.Module) -> None:
+        """Replace what is there by a `SetByForward`; where its container is not there, that."""
+        holder = model.get_submodule(self.root) if isinstance(self.root, str) else self.root
+        for place, (key, _) in enumerate(self.steps, 1):
+            inner = _get(holder, key)
+            if place == len(self.steps) or not _may_hold(inner):
+                break
+            holder = inner
+        if _get(holder, key) is not self._value:
+            _set(holder, key, self._value)
+
+
+def _may_hold(value: object) -> bool:
+    return isinstance(value, dict | list | deque) or (
+        hasattr(value, "__dict__") and not isinstance(value, SetByForward)
+    )
+
+
+def _get(holder: Any, key: Any) -> Any:
+    if isinstance(holder, CellType):
+        return holder.cell_contents if is_filled(holder) else None
+    if isinstance(holder, dict):
+        return holder.get(key)
+    if isinstance(holder, list | deque):
+        return holder[key] if key < len(holder) else None
+    if isinstance(key, tuple):
+        return list(getattr(holder, key[0]).values())[key[1]]
+    if isinstance(holder, FunctionType):
+        return (*(holder.__defaults__ or ()), *(holder.__kwdefaults__ or {}).values())[key]
+    return getattr(holder, key, None)
+
+
+def _set(holder: Any, key: Any, value: object) -> None:
+    if isinstance(holder, CellType):
+        holder.cell_contents = value
+    elif isinstance(holder, dict):
+        holder[key] = value
+    elif isinstance(holder, list | deque):
+        if key < len(holder):
+            holder[key] = value
+        else:
+            holder.append(value)
+    elif not isinstance(holder, FunctionType):  # whose defaults a forward does not replace
+        setattr(holder, key, value)
 
 
 def left_behind(
-    model: nn.Module, run: Callable[[], tuple[Sequence[Tensor], Tensor]], data: Callable[[], Iterable[Tensor]]
-) -> tuple[list[Place], list[Place]]:
-    """Return the places where forward leaves tensors that depend on the batch or on trained weights, and of these those that the loss of
-    the next forward depends on.
+    model: nn.Module,
+    run: Callable[[], tuple[Sequence[Tensor], Tensor] | None],
+    data: Callable[[], Iterable[Tensor]],
+) -> list[Left]:
+    """Return where forward leaves tensors that depend on the batch or on trained weights, and which containers it makes longer.
 
     Args:
-        run: runs forward, and gives the inputs and the loss. ``data``: tensors besides the inputs that count.
+        model: a copy of the user's model.
+        run: runs forward, and gives the inputs and the loss; None if it failed. ``data``: tensors besides the inputs that count.
+
+    Raises CaptureError if the next forward reads one of these, or if each forward changes a number.
     """
-    before = tensors_of(model)
+    functions = functions_of(model)
+    before = Looked(model, functions)
     flow = _Flow()
     flow.note(data(), "data")
     with flow:
-        inputs, _ = run()
-    del inputs
-    left = [
-        place
-        for place, tensor in tensors_of(model).items()
-        if tensor is not before.get(place) and "data" in flow.of(tensor)
+        run()
+    first = Looked(model, functions)
+    tensors = [
+        kept for kept in first.changed(before) if isinstance(kept.value, Tensor) and "data" in flow.of(kept.value)
     ]
-    if not left:
-        return [], []
-    again, now = _Flow(), tensors_of(model)
-    for place in left:
-        again.note([now[place]], place)
+    again = _Flow()
+    for kept in tensors:
+        again.note([kept.value], place_of(kept))
     with again:
-        _, loss = run()
-    return left, [place for place in left if place in again.of(loss)]
+        ran = run()
+    second = Looked(model, functions)
+    read = again.of(ran[1]) if ran else frozenset()
+    for kept in (*(kept for kept in tensors if place_of(kept) in read), *second.counted(first)):
+        refuse_kept(kept)
+    return _places(model, tensors, second.longer(first) if first.longer(before) else [])
+
+
+def set_anew(model: nn.Module, before: Looked, run: Callable[[], object]) -> list[Left]:
+    """Return the attributes that each forward sets to another tensor, and the containers that it makes longer. ``before``: what the model
+    kept before its first forward; ``run``: runs another one. Raises CaptureError if each forward changes a number.
+    """
+    functions = functions_of(model)
+    first = Looked(model, functions)
+    if not first.changed(before) and not first.longer(before):
+        return []
+    run()
+    second = Looked(model, functions)
+    for kept in second.counted(first):
+        refuse_kept(kept)
+    tensors = [kept for kept in second.changed(first) if isinstance(kept.value, Tensor)]
+    found = _places(model, tensors, second.longer(first))
+    return [
+        left for left in found if isinstance(left.root, str)
+    ]  # what stands around a model has no name on other ranks
+
+
+def _places(model: nn.Module, tensors: Sequence[Kept], longer: Sequence[Kept]) -> list[Left]:
+    within = {id(kept.value) for kept in longer}
+    paths = {id(module): path for path, module in model.named_modules()}
+    return [
+        *(_left(kept, paths) for kept in tensors if id(kept.holder) not in within),
+        *(replace(_left(kept, paths), filled=True) for kept in longer),
+    ]
+
+
+def _left(kept: Kept, paths: Mapping[int, str]) -> Left:
+    """Return the place in any copy of the model, or around it. ``paths``: of its modules, by id."""
+    steps: list[tuple[Any, str]] = [(kept.key, kept.name)]
+    while kept.outer is not None:
+        kept = kept.outer
+        steps.insert(0, (kept.key, kept.name))
+    return Left(root=paths.get(id(kept.holder), kept.holder), steps=steps)
 
 
 class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -88,20 +187,6 @@ class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if isinstance(tensor, Tensor):
                     self._sources[tensor] = self.of(tensor) | sources
         return found
-
-
-def leave(model: nn.Module, places: Iterable[Place]) -> None:
-    """Replace the value in each place by a `SetByForward`."""
-    for path, attribute, key in places:
-        owner = model.get_submodule(path)
-        name = ".".join(part for part in (path, entry_name(attribute, key)) if part)
-        kept = vars(owner).get(attribute)
-        if isinstance(kept, dict) and key is not None:
-            kept[key] = SetByForward(name)
-        elif isinstance(kept, list) and isinstance(key, int):
-            kept[key : key + 1] = [SetByForward(name)]
-        else:
-            setattr(owner, attribute, SetByForward(name.partition("[")[0]))
 
 
 class SetByForward:
@@ -170,3 +255,16 @@ for _name in (
     ),
 ):
     setattr(SetByForward, _name, SetByForward.refuse)
+
+
+class FilledByForward(SetByForward):
+    """A container that each forward makes longer. Every use but further writes raises PlanError."""
+
+    def ignore(self, *_: object, **__: object) -> None:
+        """Keep nothing of what is written."""
+
+    append = extend = appendleft = extendleft = insert = add = update = setdefault = clear = ignore
+    __setitem__ = ignore
+
+    def __iadd__(self, _: object) -> FilledByForward:
+        return self

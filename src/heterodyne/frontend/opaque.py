@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from heterodyne.errors import CaptureError, PlanError
 from heterodyne.frontend.example import Batch, Example, read_example
 from heterodyne.frontend.export import tied_names
+from heterodyne.frontend.left_behind import Left
 from heterodyne.frontend.symbols import free_name
 from heterodyne.frontend.trace import Captured
 from heterodyne.graph import Block, Input, Loss, ModelGraph, Op, Parameter, Ref, Size, TensorSpec
@@ -40,12 +41,14 @@ Recount: TypeAlias = Callable[[nn.Module], tuple[Loss, LossCount]]
 class Opaque:
     """What `Captured` is, for a model without a graph: it can be counted and run in one piece, not cut.
 
-    ``recount``: finds anew how the loss is averaged and counted; None: the user says so, whatever the model does.
+    ``recount``: finds anew how the loss is averaged and counted; None: the user says so, whatever the model does. ``left``: attributes that
+    forward sets, each rank to what it computes from its own samples.
     """
 
     graph: ModelGraph
     loss_count: LossCount = field(repr=False)
     recount: Recount | None = field(repr=False, default=None)
+    left: Sequence[Left] = ()
 
     def again(self, model: nn.Module) -> Opaque:
         """The model as it is now, with a loss that may be averaged in another way. Raises CaptureError."""
@@ -74,6 +77,7 @@ def opaque(
     name: str | None = None,
     recount: Recount | None = None,
     shared: Collection[str] = (),
+    left: Sequence[Left] = (),
 ) -> Opaque:
     """The model as one op.
 
@@ -83,6 +87,7 @@ def opaque(
         random: forward draws random numbers.
         shared: inputs that all samples share.
         batch_norm: forward takes statistics over the samples of a micro-batch.
+        left: attributes that forward sets.
         recount: finds ``loss`` and ``count`` anew; None: they hold for whatever the model does.
 
     Raises CaptureError for an example without a common batch dimension.
@@ -124,7 +129,7 @@ def opaque(
         output=Ref(op_name),
         opaque=reason,
     )
-    return Opaque(graph=graph, loss_count=count, recount=recount)
+    return Opaque(graph=graph, loss_count=count, recount=recount, left=left)
 
 
 def read_count(given: CountGiven) -> CountedBy:

@@ -28,6 +28,7 @@ from heterodyne.frontend.embedding_gradients import refuse_embedding_gradients
 from heterodyne.frontend.example import Batch, Example, read_example
 from heterodyne.frontend.experts import put_together
 from heterodyne.frontend.export import Traced, export
+from heterodyne.frontend.left_behind import Left
 from heterodyne.frontend.loss import read_loss
 from heterodyne.frontend.numbers import Numbers
 from heterodyne.frontend.own_memory import require_own_memory
@@ -113,6 +114,11 @@ class Captured:
             except CaptureError:
                 pass  # without them it tells what is wrong, if that is not the numbers
         return trace(model, example, name=self.graph.name)
+
+    @property
+    def left(self) -> Sequence[Left]:
+        """What forward sets in the model and around it, and the graph does not."""
+        return self._traced.left
 
     @cached_property
     def _pieces(self) -> Pieces:

@@ -33,7 +33,7 @@ from heterodyne.runtime.out_of_memory import longer_than_planned, told_with_stag
 from heterodyne.runtime.placement import RankRole
 from heterodyne.runtime.rank_model import RankModel
 from heterodyne.runtime.recapture.script_writes import ScriptWrites
-from heterodyne.runtime.recapture.variants import Again, Capture, Variant, Variants
+from heterodyne.runtime.recapture.variants import Again, Capture, Left, Variant, Variants
 from heterodyne.runtime.recapture.variants import Step as StepOfVariant
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.refused_construction import undone_if_refused
@@ -78,6 +78,7 @@ class Worker:
         watch: is informed what this rank is doing (a `Watchdog`); None: nobody is.
         stage_programs: what makes stages of the captured model; only asked by plans that cut it.
         again: captures the model as it is, once the script has changed what forward or loss reads; None: such a change is refused.
+        left: places that forward sets in the model and around it.
         compiled: ``torch.compile(module)``, which runs where the module runs as it is; None: the module itself does.
         compile_stages: pieces of the captured model are compiled too.
         whole_weights: the optimizer must see each weight whole, so the state of none is cut.
@@ -111,6 +112,7 @@ class Worker:
         watch: Watch | None = None,
         stage_programs: StagePrograms | None = None,
         again: Again | None = None,
+        left: Sequence[Left] = (),
         compiled: Callable[..., object] | None = None,
         compile_stages: bool = False,
         whole_weights: bool = False,
@@ -182,7 +184,7 @@ class Worker:
             held.expect(variant.assignment)
             self._executor.follow(variant.assignment.program)
 
-        first = Capture(graph=graph, loss_count=loss_count, programs=stage_programs)
+        first = Capture(graph=graph, loss_count=loss_count, programs=stage_programs, left=left)
         stages = stages_of(first, assignment)
         cut = is_cut(stages)
         self._model = held = RankModel(
@@ -395,7 +397,7 @@ class Worker:
             if not source.size:
                 raise DataError("the batch to evaluate has no samples: leave empty batches out")
             with self._told_of_memory(None), told_with_place(self.module, "evaluation"):
-                return evaluate(
+                found = evaluate(
                     self.module,
                     source,
                     placement=self.placement,
@@ -407,6 +409,8 @@ class Worker:
                     numbers=batches.given(numbers),
                     sharded=self._model.sharded,
                 )
+            variant.capture.guard(self.module)
+            return found
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer (by parameter name) and step. Collective. Tensors that are held here are the live ones, not copies.

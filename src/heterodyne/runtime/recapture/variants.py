@@ -61,14 +61,27 @@ class Numbers(Protocol):
         """Return what the graph is given beside the batch."""
 
 
+class Left(Protocol):
+    """A place that forward sets."""
+
+    def guard(self, model: nn.Module) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Capture:
-    """What was captured of a model in one state. ``programs``, ``numbers``: None where there is no graph, or are no such numbers."""
+    """What was captured of a model in one state. ``programs``, ``numbers``: None where there is no graph, or are no such numbers; ``left``:
+    places that forward sets in the model and around it."""
 
     graph: ModelGraph
     loss_count: LossCount
     programs: StagePrograms | None
     numbers: Numbers | None = None
+    left: Sequence[Left] = ()
+
+    def guard(self, model: nn.Module) -> None:
+        """Let the script use nothing that forward sets: its values are those of a part of the batch, or of an earlier one."""
+        for left in self.left:
+            left.guard(model)
 
     def holds(self, captured: State, now: State, *, modes: bool) -> bool:
         """Whether it is that of the model in the state ``now``, too; it was made in the state ``captured``."""
@@ -187,6 +200,7 @@ class Variants:
 
     def leave(self) -> None:
         """A step has ended: what changed in it is not the script's doing, and from here on whatever changes anything is."""
+        self.running.capture.guard(self._module)
         self.writes.leave()
         self._training.read.leave()
 
