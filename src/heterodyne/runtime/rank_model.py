@@ -114,6 +114,7 @@ class RankModel:
         )
         self.parameters = {n: p for n, p in trainable_parameters(module, graph).items() if not p.is_meta}
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._known = frozenset(entry.name for entry in graph.parameters)
         self.masters = self._masters(plan, slices, optimizer, host_activation_bytes)
         self._closing.callback(self.masters.close)
         self._watch = WeightWatch(
@@ -223,7 +224,7 @@ class RankModel:
 
     def require_as_left(self) -> None:
         """Raises PlanError where a parameter is trained now that was not when the model was captured, or has values that no step reads."""
-        require_none_unfrozen(self._module, self._trained)
+        require_none_unfrozen(self._module, self._trained, self._known)
         self._regroup()
         self._watch.require_as_left()
         if self.sharded is not None:

@@ -52,7 +52,10 @@ def as_source(batch: GlobalBatchLike, graph: ModelGraph) -> BatchSource:
     given = dict(batch) if isinstance(batch, Mapping) else dict(zip(dims, batch, strict=False))
     if set(given) != set(dims) or len(given) != len(batch):
         shown = ", ".join(batch) if isinstance(batch, Mapping) else f"{len(batch)} tensors"
-        raise DataError(f"the batch has {shown}; the model was captured with {', '.join(dims)}: pass those")
+        raise DataError(
+            f"the batch has {shown}; the model was captured with {', '.join(dims)}: pass those, in each batch. What only some batches have "
+            "belongs into the example batch, and into the others with values that change nothing (a mask of ones)"
+        )
     sizes = {name: given[name].shape[dim] for name, dim in dims.items() if dim is not None}
     if len(set(sizes.values())) != 1:
         raise DataError(f"the inputs of the batch do not agree on its size: {sizes}")

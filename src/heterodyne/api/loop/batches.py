@@ -126,4 +126,6 @@ def _remedy(value: object) -> str:
         return 'let collate_fn make a tensor of it (a tokenizer does with return_tensors="pt")'
     if hasattr(value, "__array__"):
         return "torch.from_numpy makes one"
+    if isinstance(value, int | float):
+        return "torch.tensor(...) makes one, which all samples share"
     return "leave it out, or give it to the model when it is built"

@@ -46,6 +46,7 @@ MOST_IN_A_ROW = 4
 """The model is captured for so many steps in a row, if something is another before each."""
 _OF_ALL_MODULES = "torch.nn.modules.module._global"
 _MOST_NAMES = 3
+_OR_WHOLE = ", or take a plan in which each device runs the whole model (plan='data')"
 
 
 class Numbers(Protocol):
@@ -317,7 +318,8 @@ class Variants:
                 pass  # evaluation runs what was captured in training, and modules run as they are
             elif self._in_a_row <= MOST_IN_A_ROW or later is None or not later.asks:
                 self._numbers |= dict.fromkeys(before.numbers_changed(state))
-                seen.variant = self._captured(state, before.changes(state, modes=modes))
+                remedy = self._evaluate_by_hand if seen is self._evaluating else self._change_before
+                seen.variant = self._captured(state, before.changes(state, modes=modes), remedy())
 
     def _note_row(self, seen: _Seen, changes: Sequence[Change]) -> None:
         if seen is self._training:
@@ -325,7 +327,14 @@ class Variants:
             self._in_a_row = self._in_a_row + 1 if names & self._row else 1
             self._row = names
 
-    def _captured(self, state: State, changes: Sequence[Change]) -> Variant:
+    def _change_before(self) -> str:
+        cut = self.first.later is None
+        return f"Change it before the model is distributed{_OR_WHOLE if cut else ''}"
+
+    def _evaluate_by_hand(self) -> str:
+        return f"Evaluate the whole model (with trainer.whole_weights() as model: model.eval(); model(...)){_OR_WHOLE}"
+
+    def _captured(self, state: State, changes: Sequence[Change], remedy: str) -> Variant:
         words = "; ".join(map(str, changes[:_MOST_NAMES])) + (" ..." if len(changes) > _MOST_NAMES else "")
         if any(_OF_ALL_MODULES in change.name for change in changes):
             raise PlanError(
@@ -335,13 +344,14 @@ class Variants:
         if self._in_a_row > MOST_IN_A_ROW:
             raise PlanError(
                 f"{words}: it is another before each of {MOST_IN_A_ROW + 1} steps in a row, and for each value the model is captured anew, "
-                "which takes seconds. Make it an entry of the batch, or a buffer (register_buffer) that is written to between steps"
+                "which takes seconds. Make it an entry of the batch, or a buffer (register_buffer) that is written to between steps "
+                "(in 'with trainer.whole_weights():' under a plan that cuts the model)"
             )
         started_s = time.perf_counter()
         with nullcontext() if self._watch is None else self._watch.phase("capturing the model as it is now"):
-            capture, assignment = self._together(partial(self._capture_now, words), words)
+            capture, assignment = self._together(partial(self._capture_now, words), words, remedy)
             made = self._make(capture, assignment)
-            self._together(made.batches.prepare, words)
+            self._together(made.batches.prepare, words, remedy)
         self._known = [(self._start, self.first), *([(state, made), *self._known[:-1]][: MOST - 1])]
         self._say(f"{words}: captured anew in {format_seconds(time.perf_counter() - started_s)}")
         return made
@@ -359,18 +369,11 @@ class Variants:
         program = lower(first.plan, first.graph, first.cluster, clip=clip, traffic=traffic)
         return capture, replace(first, graph=capture.graph, plan=plan, program=program)
 
-    def _together(self, do: Callable[[], T], words: str) -> T:
+    def _together(self, do: Callable[[], T], words: str, remedy: str) -> T:
         """All ranks do it. Raises PlanError, on all of them, for what one of them raises."""
         found: list[T] = []
         try:
             self._communicator.agreement.gather_or_raise(lambda: found.append(do()))
         except HeterodyneError as error:
-            other = (
-                ""
-                if self.first.later is not None
-                else ", or take a plan in which each device runs the whole model (plan='data')"
-            )
-            raise PlanError(
-                f"{words}, and this plan cannot follow that: {error}\nChange it before the model is distributed{other}"
-            ) from error
+            raise PlanError(f"{words}, and this plan cannot follow that: {error}\n{remedy}") from error
         return found[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch import nn
 
@@ -39,9 +39,11 @@ def forward_order(module: nn.Module, graph: ModelGraph) -> dict[str, int]:
     return {name: number for number, name in enumerate(dict.fromkeys([*read, *trainable_parameters(module, graph)]))}
 
 
-def require_none_unfrozen(module: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
-    """Raises PlanError if a parameter is trained now that was frozen, or not there, when buckets and optimizer were made (``trained``)."""
+def require_none_unfrozen(module: nn.Module, trained: Mapping[str, nn.Parameter], known: Collection[str]) -> None:
+    """Raises PlanError if a parameter is trained now that was frozen, or not there, when buckets and optimizer were made (``trained``;
+    ``known``: the names of all that were there)."""
     late = [name for name, p in module.named_parameters() if p.requires_grad and name not in trained]
+    new = [name for name in late if name not in known]
     before = {id(parameter): name for name, parameter in trained.items()}
     moved = [
         f"{name} (was {before[id(p)]})" for name, p in module.named_parameters() if name in late and id(p) in before
@@ -58,11 +60,17 @@ def require_none_unfrozen(module: nn.Module, trained: Mapping[str, nn.Parameter]
             f"{', '.join(renamed[:5])}: no parameter of that name was there when the trainer was made, as after pruning, weight_norm or a "
             "parametrization that is added in the middle of a run. Close the trainer, and distribute the model as it is now"
         )
+    if new:
+        raise PlanError(
+            f"{', '.join(new[:5])}: not in the model when the trainer was made, or another name of a weight then. Plan, gradient buckets and "
+            "optimizer are made for the weights that are there at first. Close the trainer, and distribute the model as it is now"
+        )
     if late:
         raise PlanError(
             f"{', '.join(late[:5])}: not trained when the trainer was made, and requires_grad now. No gradient would reach "
             f"{'it' if len(late) == 1 else 'them'}: plan, gradient buckets and optimizer are made for what is trained at first. "
-            "Close the trainer, set requires_grad, and distribute the model again"
+            "Distribute the model with requires_grad on all that is ever trained, and freeze the rest after that "
+            "(parameter.requires_grad_(False) between steps is followed)"
         )
 
 
