@@ -18,7 +18,7 @@ from heterodyne.yaml_text import Location, YamlFaultError, parse_yaml
 
 __all__ = ["Location", "Section", "Whole", "read_yaml", "validate"]
 
-_MOST_BYTES = 2**24
+_MOST_BYTES = 2**20
 _MOST_FAULTS, _MOST_LETTERS = 20, 600
 
 Whole: TypeAlias = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -105,9 +105,9 @@ def validate(
 def _line(at: Sequence[str | int], lines: Mapping[Location, int]) -> int | None:
     """The line of a field, or of the nearest thing around it that has one."""
     place = tuple(at)
-    while place not in lines and place:
+    while place not in lines and (*place[:-1], *map(str, place[-1:])) not in lines and place:  # a key may be a number
         place = place[:-1]
-    return lines.get(place)
+    return lines.get(place, lines.get((*place[:-1], *map(str, place[-1:]))))
 
 
 def _override(at: Location, overrides: Mapping[Location, str], lines: Mapping[Location, int]) -> str | None:

@@ -75,6 +75,10 @@ def _make_importable(folder: Path) -> None:
 
 
 def _load_module(name: str, key: str) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise JobError(
+            f"{key}: {name!r} is no name of a module; write package.module:function or path/to/file.py:function"
+        )
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import io
 from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -124,6 +125,8 @@ def _from_configuration(source: Mapping[str, Any] | str, auto_class: str, base: 
     transformers = _transformers()
     fields = dict(source) if isinstance(source, Mapping) else _read_configuration(base / source)
     configuration = _configuration(transformers, fields)
+    if isinstance(source, Mapping):
+        _require_known(configuration, fields)
     return _build(
         lambda: _auto_class(transformers, auto_class).from_config(configuration, dtype=torch.float32), auto_class
     )
@@ -197,6 +200,16 @@ def _configuration(transformers: Any, fields: Mapping[str, Any]) -> Any:
     # The cache of keys and values is for generating text; in training it costs memory and gives nothing.
     configuration.use_cache = False
     return configuration
+
+
+def _require_known(configuration: Any, fields: Mapping[str, Any]) -> None:
+    """Raise JobError for a field that the configuration has only because it was given: Transformers keeps any."""
+    usual = type(configuration)()
+    unknown = [name for name in fields if name in vars(configuration) and not hasattr(usual, name)]
+    if unknown:
+        close = get_close_matches(unknown[0], [*vars(usual), *usual.attribute_map], n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise JobError(f"model.huggingface: {type(usual).__name__} has no field {unknown[0]!r}{hint}")
 
 
 def _require_regular_in(path: Path) -> None:

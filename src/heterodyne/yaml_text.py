@@ -82,6 +82,8 @@ def _lines(node: yaml.Node, at: Location, around: tuple[yaml.Node, ...]) -> Iter
         yield at, line
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
+            if key.tag.rpartition(":")[2] in ("null", "bool", "float", "timestamp"):
+                raise YamlFaultError(f"the key {key.value!r} is no text: put it in quotes", key.start_mark.line + 1)
             here = (*at, str(key.value))
             yield here, key.start_mark.line + 1
             yield from _lines(value, here, (*around, node))

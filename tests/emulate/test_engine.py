@@ -18,7 +18,7 @@ from heterodyne.errors import EmulateError
     ("speeds", "message"),
     [
         ([], "no speeds: give one for each worker"),
-        ([0.5, 0.0], "the speed of rank 1 is 0; it must be above 0 and at most 1"),
+        ([0.5, 0.0], "the speed of rank 1 is 0; it must be at least 0.001 and at most 1"),
         ([-0.5], "the speed of rank 0 is -0.5"),
         ([1.5], "the speed of rank 0 is 1.5"),
         ([float("nan")], "the speed of rank 0 is nan"),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from heterodyne.cli.options import ClusterOption, JobArgument, SetOption
+from heterodyne.cli.options import ClusterOption, JobArgument, SetOption, require_place
 from heterodyne.job import Job
 
 __all__ = ["command"]
@@ -27,6 +27,7 @@ def command(
     """
     # Read before torch is loaded and workers are started, so that a mistake in a file is reported at once.
     wanted = Job.load(job, tuple(overrides or ()))
+    require_place(out, "--out")
     from heterodyne.api import on_every_device
 
     launched = on_every_device(context.obj, cluster)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from heterodyne.cli.options import ClusterOption, JobArgument, ProfileOption, SetOption
+from heterodyne.cli.options import ClusterOption, JobArgument, ProfileOption, SetOption, require_place
 from heterodyne.cluster.fleet_file import load_fleet
 from heterodyne.cluster.profile import Profile
 from heterodyne.errors import HeterodyneError
@@ -128,10 +128,7 @@ def command(
         raise HeterodyneError("to plan on paper, give the file that describes the devices: --cluster fleet.yaml")
     out = out or Path("plan.json")
     for path, option in ((out, "--out"), (picture, "--picture"), (timeline, "--timeline")):
-        if path is not None and not path.parent.is_dir():
-            raise HeterodyneError(
-                f"{option} {path}: there is no directory {path.parent}; make it, or write the plan elsewhere"
-            )
+        require_place(path, option)
     if picture is not None and picture.suffix.lower() not in _PICTURES:
         raise HeterodyneError(f"--picture {picture}: a picture is one of {', '.join(_PICTURES)}; call it frontier.png")
     if paper:

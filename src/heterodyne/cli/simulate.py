@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from heterodyne.cli.options import ClusterOption, ProfileOption, SetOption
+from heterodyne.cli.options import ClusterOption, ProfileOption, SetOption, require_place
 from heterodyne.cluster.file import load_cluster
 from heterodyne.cluster.profile import Profile
 from heterodyne.cluster.spec import Cluster
@@ -62,10 +62,7 @@ def command(
     if not (named or trust):
         _require_trust(job, wanted)
     described, measured = _known(file.parent, cluster, profile)
-    if not out.parent.is_dir():
-        raise HeterodyneError(
-            f"--out {out}: there is no directory {out.parent}; make it, or write the timeline elsewhere"
-        )
+    require_place(out, "--out")
     from heterodyne.api import on_every_device
 
     if described is None or measured is None:

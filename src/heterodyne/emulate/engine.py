@@ -41,7 +41,8 @@ __all__ = ["Mechanism", "emulate", "group_parents"]
 Mechanism = Literal["auto", "cgroup", "signals"]
 
 _LINUX = platform.system() == "Linux"
-_LEAST_MEMORY = 2**20
+_LEAST_SPEED = 1e-3  # the kernel's least quota is 1 ms, in a period of 1 s at most
+_LEAST_MEMORY, _MOST_MEMORY = 2**20, 2**50
 _LEAST_LINK = 1_000.0
 _CONTROLLERS: tuple[Controller, ...] = ("cpu", "memory")
 _Number = TypeVar("_Number", int, float)
@@ -136,14 +137,14 @@ def _check(
         )
     faults = [] if speeds else ["no speeds: give one for each worker, for example 0.7,0.35"]
     faults += [
-        f"the speed of rank {rank} is {speed:g}; it must be above 0 and at most 1 (a worker has one thread)"
+        f"the speed of rank {rank} is {speed:g}; it must be at least {_LEAST_SPEED:g} and at most 1 (a worker has one thread)"
         for rank, speed in enumerate(speeds)
-        if not 0 < speed <= 1
+        if not _LEAST_SPEED <= speed <= 1
     ]
     faults += [
-        f"the memory of rank {rank} is {format_bytes(size)}; it must be at least {format_bytes(_LEAST_MEMORY)}"
+        f"the memory of rank {rank} is {format_bytes(size)}; it must be from {format_bytes(_LEAST_MEMORY)} to {format_bytes(_MOST_MEMORY)}"
         for rank, size in enumerate(memory or ())
-        if size < _LEAST_MEMORY
+        if not _LEAST_MEMORY <= size <= _MOST_MEMORY
     ]
     faults += [
         f"the link of rank {rank} has {format_bandwidth(link)}; it must have at least {format_bandwidth(_LEAST_LINK)}"

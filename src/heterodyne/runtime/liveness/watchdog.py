@@ -105,6 +105,8 @@ class Watchdog:
         self._phases = 0  # that have begun and not ended
         self._calls = Calls()
         self._trace = ""  # of the error of a call, which the script may catch
+        self._raised: int | None = None  # the number of the latest call, if it raised an error
+        self._raised_by_all = 0  # the number of the latest call that raised one on every rank
         self._called_s = time.monotonic()
         self._asked_after = 0  # the number of the call of which people were told that others have not come to it
         self._count = 0
@@ -185,7 +187,14 @@ class Watchdog:
 
     @contextmanager
     def calling(self, words: str) -> Iterator[None]:
-        """A call that every rank makes, in the same order; the others are told its name and its number."""
+        """A call that every rank makes, in the same order; the others are told its name and its number.
+
+        Raises WorkerError where the call before raised an error here, and not on every rank: the messages of this call would be taken for
+        some of that one.
+        """
+        if self._raised is not None and len(self._members) > 1:
+            self._require_raised_by_all()
+        self._raised = None
         self._calls = self._calls.begun(words)
         self._called_s = time.monotonic()
         self._news.set()
@@ -195,9 +204,17 @@ class Watchdog:
             self._called_s = time.monotonic()
             self._calls = self._calls.ended(error)
             self._trace = traceback.format_exc()
+            self._raised = self._calls.number
+            self._news.set()
             raise
         self._called_s = time.monotonic()
         self._calls = self._calls.ended()
+
+    def _require_raised_by_all(self) -> None:
+        self.waiting(f"the others to have the error of {self._calls.latest}, too")
+        while self._raised_by_all != self._raised:
+            if self._decided.wait(self._limits.interval_s / 10) and (failure := self.blame()) is not None:
+                raise failure
 
     def tell(self, error: BaseException) -> bool:
         """Tell the others that the main thread ends by an error, as when the block is left; return whether it is one (`sys.exit(0)` is
@@ -282,6 +299,11 @@ class Watchdog:
         elif (text := store.get(_FAILURE)) is not None:
             self._decide(Failure.load(text))
             self._published.set()
+        if (number := self._raised) is not None:
+            store.set(f"raised/{number}/{self._rank}", "1")
+            keys = [f"raised/{number}/{member.rank}" for member in self._members]
+            if all(value is not None for value in store.get_all(keys)):
+                self._raised_by_all = number
         asked = [*self._neighbours, *sorted(self._doubted)]
         told = store.get_all([f"heartbeat/{rank}" for rank in asked])
         reports = {rank: Report.load(text) for rank, text in zip(asked, told, strict=True) if text is not None}
