@@ -1,4 +1,4 @@
-"""What is a secret by its name, such as ``api_key``: such values are kept out of files that others may read."""
+"""What is a secret by its name, such as ``api_key``, or by its look: such values are kept out of files that others may read."""
 
 from __future__ import annotations
 
@@ -12,27 +12,36 @@ LEFT_OUT: Final = "(left out: a secret by its name)"
 
 _NAME: Final = re.compile(
     r"(?:.*(?:[_.-]|[a-z](?=[A-Z])|(?i:api|auth|access|private|secret)))?"
-    r"(?i:key|token|secret|password|passwd|passphrase|credentials?)"
+    r"(?i:keys?|tokens?|secrets?|passwords?|passwd|pwd|pw|passphrase|credentials?|creds|auth|authorization|bearer|cookies?|dsn|jwt|otp"
+    r"|pat|pem|sas|webhook|connection_string|conn_str)"
 )
 _OF_NUMBERS_TOO: Final = re.compile(r".*(?:secret|pass|credential).*", re.IGNORECASE)
 # Of tokenizers: what their tokens look like.
 _NO_SECRET: Final = re.compile(
-    r"(?:.*_)?(?:pad|eos|bos|unk|sep|cls|mask|image|special|start|end)_token|key", re.IGNORECASE
+    r"(?:.*_)?(?:pad|eos|bos|unk|sep|cls|mask|image|special|start|end)_tokens?|keys?|tokens", re.IGNORECASE
 )
-_URL: Final = re.compile(r"(?<=://)[^/@\s]+:[^/@\s]+(?=@)")
+_VALUES: Final = re.compile(
+    r"(?<=://)[^/@\s]+:[^/@\s]+(?=@)"  # user and password of a URL
+    r"|(?<=[?&])(?:[\w-]*(?:key|token|secret|password|sig|signature))=[^&\s]+"  # of its query
+    r"|\b(?:sk-|gh[opsu]_|github_pat_|hf_|xox[abpr]-|glpat-|AKIA)[A-Za-z0-9_-]{8,}"  # as services make them
+    r"|\beyJ[\w-]+\.[\w-]+\.[\w-]+"  # a JSON web token
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*",
+    re.DOTALL,
+)
 
 
 def without_secrets(value: Any) -> Any:
-    """The same nested mappings and lists, with `LEFT_OUT` for texts and numbers under the name of a secret and in place of the user and
-    password of a URL."""
+    """The same nested mappings and lists, with `LEFT_OUT` for texts and numbers under the name of a secret, and in place of what looks
+    like one in any text: user and password of a URL, keys as services make them, a private key."""
     if isinstance(value, Mapping):
+        named = any(_is_secret(value.get(key)) for key in ("name", "key"))  # {name: API_KEY, value: ...}
         return {
-            key: _covered(inner, str(key)) if _is_secret(key) else without_secrets(inner)
+            key: _covered(inner, str(key)) if _is_secret(key) or (named and key == "value") else without_secrets(inner)
             for key, inner in value.items()
         }
     if isinstance(value, list | tuple):
         return [without_secrets(inner) for inner in value]
-    return _URL.sub(LEFT_OUT, value) if isinstance(value, str) else value
+    return _VALUES.sub(LEFT_OUT, value) if isinstance(value, str) else value
 
 
 def has_secrets(value: Any) -> bool:

@@ -101,7 +101,10 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("plan", "job.yaml", "--out", "no/plan.json"), "--out no/plan.json: there is no directory no"),
         (("report", "nowhere"), "nowhere is not a directory"),
         (("report", "holds"), "holds is no run"),
-        (("emulate", "--speeds", "2", "--", "true"), "the speed of rank 0 is 2; it must be at least 0.001 and at most 1"),
+        (
+            ("emulate", "--speeds", "2", "--", "true"),
+            "the speed of rank 0 is 2; it must be at least 0.001 and at most 1",
+        ),
         (("emulate", "--speeds", "fast", "--", "true"), "'fast' is not a number"),
         (("emulate", "--speeds", "0.5", "--", "torchrun", "x.py"), "'torchrun' starts workers itself"),
         (

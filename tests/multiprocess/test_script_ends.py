@@ -56,6 +56,25 @@ with distribute() as trainer:
         pass
 print("the end")
 """,
+    "goes on": """
+with distribute() as trainer:
+    for number in range(8):
+        spoiled = number == 5 and rank == 1  # ranks compare their batches in other steps
+        try:
+            trainer.step((batch[0][:3], batch[1][:3]) if spoiled else batch)
+        except hd.errors.DataError:
+            pass
+""",
+    "all catch": """
+with distribute() as trainer:
+    for spoiled in (True, False, True, True, False):
+        try:
+            trainer.step((batch[0][:3], batch[1][:3]) if spoiled else batch)
+        except hd.HeterodyneError:
+            pass
+    assert trainer.steps_done == 2
+print("the end")
+""",
 }
 
 
@@ -108,3 +127,18 @@ def test_an_error_that_one_rank_alone_catches_ends_all(ended: dict[str, tuple[in
     assert "the end" not in said + log
     assert "RuntimeError: an error of rank 1" in log.partition("heterodyne: rank 1")[0], "the traceback comes first"
     assert "has had an error that the others have not: validate() raised RuntimeError: an error of rank 1" in said
+
+
+def test_a_rank_that_goes_on_alone_after_an_error_ends_all_before_messages_mix(
+    ended: dict[str, tuple[int, str, str]],
+) -> None:
+    status, said, log = ended["goes on"]
+    assert status == 1, said + log
+    assert "gloo" not in said + log
+    assert "has had an error that the others have not: step() raised DataError: the batch has 3 samples" in said + log
+
+
+def test_ranks_that_all_catch_an_error_go_on(ended: dict[str, tuple[int, str, str]]) -> None:
+    status, said, log = ended["all catch"]
+    assert status == 0, said + log
+    assert "the end" in said

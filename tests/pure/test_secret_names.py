@@ -12,11 +12,51 @@ from heterodyne.secret_names import LEFT_OUT, has_secrets, without_secrets
 
 
 @pytest.mark.parametrize(
-    "name", ["api_key", "wandb_token", "apiKey", "AWS_SECRET_ACCESS_KEY", "token", "my-secret", "password"]
+    "name",
+    [
+        "api_key",
+        "wandb_token",
+        "apiKey",
+        "AWS_SECRET_ACCESS_KEY",
+        "token",
+        "my-secret",
+        "password",
+        "pwd",
+        "api_keys",
+        "GITHUB_PAT",
+        "Authorization",
+        "session_cookie",
+        "db_dsn",
+        "auth",
+        "jwt",
+        "conn_str",
+    ],
 )
 def test_a_secret_is_left_out(name: str) -> None:
     assert without_secrets({"a": [{name: "hidden"}]}) == {"a": [{name: LEFT_OUT}]}
     assert has_secrets({"a": ({name: ["hidden"]},)})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sk-proj-abcdefghijkl",
+        "ghp_abcdefghijklmnop",
+        "hf_abcdefghijkl",
+        "https://host/x?a=1&api_key=hidden",
+        "https://host/x?sig=hidden",
+        "eyJhbGci.eyJzdWIi.c2lnbmF0",
+        "-----BEGIN RSA PRIVATE KEY-----\nMIIE",
+    ],
+)
+def test_what_looks_like_a_secret_is_left_out_under_any_name(text: str) -> None:
+    assert "left out" in without_secrets({"x": [text]})["x"][0]
+    assert "hidden" not in without_secrets(text)
+
+
+def test_the_value_beside_the_name_of_a_secret_is_left_out() -> None:
+    assert without_secrets({"name": "API_KEY", "value": "x"}) == {"name": "API_KEY", "value": LEFT_OUT}
+    assert without_secrets({"name": "width", "value": "x"}) == {"name": "width", "value": "x"}
 
 
 def test_what_only_sounds_like_one_stays() -> None:
@@ -28,6 +68,9 @@ def test_what_only_sounds_like_one_stays() -> None:
         "key": "a",
         "monkey": "b",
         "n_token": 5,
+        "author": "c",
+        "keys": ["d"],
+        "path": "sketches/hf_data",
     }
     assert without_secrets(plain) == plain
     assert not has_secrets({**plain, "sizes": (1, 2)})

@@ -62,8 +62,8 @@ def require_none_unfrozen(module: nn.Module, trained: Mapping[str, nn.Parameter]
         )
     if new:
         raise PlanError(
-            f"{', '.join(new[:5])}: not in the model when the trainer was made, or a weight of another name. Plan, gradient "
-            "buckets and optimizer are made for the weights that are there at first. Close the trainer, and distribute the model as it is now"
+            f"{', '.join(new[:5])}: not in the model when the trainer was made, or a weight of another name. Plan, gradient buckets "
+            "and optimizer are made for the weights that are there at first. Close the trainer, and distribute the model as it is now"
         )
     if late:
         raise PlanError(
