@@ -33,6 +33,14 @@ def transformer_of(config: Mapping[str, Any], *, seq: int) -> Transformer:
     found = {name: _needed(config, name, names) for name, names in _FIELDS.items()}
     gated = any(kind.startswith(word) for word in _GATED)
     experts = _first(config, "num_local_experts", "num_experts", "n_routed_experts") or 0
+    head_dim, kv_heads = _first(config, "head_dim"), _first(config, "num_key_value_heads")
+    free = any("head_dim" in name or name == "d_kv" for name in config)  # heads are of a size of their own
+    for whole, parts, what in (
+        (found["hidden"], 1 if free else found["heads"], "the hidden size"),
+        (found["heads"], kv_heads or 1, "the number of heads"),
+    ):
+        if whole % parts:
+            raise JobError(f"the model's configuration: {what}, {whole}, is no multiple of {parts} heads")
     dense = _first(config, "intermediate_size", "n_inner", "ffn_dim", "d_ff") or 4 * found["hidden"]
     inner = _first(config, "moe_intermediate_size") or dense
     return Transformer(
@@ -42,8 +50,8 @@ def transformer_of(config: Mapping[str, Any], *, seq: int) -> Transformer:
         vocab=found["vocab"],
         seq=seq,
         ffn=inner if experts else dense,
-        kv_heads=_first(config, "num_key_value_heads"),
-        head_dim=_first(config, "head_dim"),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         gated=gated,
         experts=experts,
         topk=_first(config, "num_experts_per_tok", "num_experts_per_token") or 1,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from heterodyne.errors import DataError
@@ -112,6 +113,11 @@ def _tensors(batch: object) -> Mapping[str, Tensor] | tuple[Tensor, ...]:
         if not isinstance(value, Tensor):
             raise DataError(
                 f"the entry {name} of the batch is a {type(value).__name__}, not a tensor: {_remedy(value)}"
+            )
+        if value.is_meta or value.layout is not torch.strided:
+            kind = "has no data (device 'meta')" if value.is_meta else f"is stored as {value.layout}"
+            raise DataError(
+                f"the entry {name} of the batch {kind}, and no samples can be cut out of it: pass a dense tensor"
             )
     if isinstance(batch, Mapping):
         return {str(name): value for name, value in batch.items()}
