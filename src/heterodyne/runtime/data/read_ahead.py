@@ -8,6 +8,7 @@ of a run is the number of its steps.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -85,6 +86,8 @@ class Pool:
         assert self._loader is not None
         before = set(multiprocessing.active_children())
         handler = signal.getsignal(signal.SIGCHLD)
+        collects = gc.isenabled()
+        gc.disable()  # until `_begin` has set aside what a new process inherits
         try:
             self._iterator = iter(self._loader)
         except Exception as error:  # whatever pickling the user's own objects raises
@@ -93,6 +96,8 @@ class Pool:
                 "dataset and its collator are pickled: define their classes and functions at the top of a module, or set workers to 0"
             ) from error
         finally:
+            if collects:
+                gc.enable()
             # torch's handler raises in the middle of whatever this rank does; `next` finds a dead process as well.
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGCHLD, handler)
@@ -142,7 +147,12 @@ def _at(sample: int) -> str:
 
 
 def _begin(notes: Tensor, number: int) -> None:
-    """In a new process: out of the group that is sent the signals of the run, which its rank answers."""
+    """In a new process: out of the group that is sent the signals of the run, which its rank answers.
+
+    What it has inherited is never collected: a process group that its rank has dropped would end threads that are not there.
+    """
+    gc.freeze()
+    gc.enable()
     notes[number, 0] = os.getpid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
