@@ -220,7 +220,7 @@ def _wait(
     # Its message is what the user should read, and rank 0 has shown it already, as its own or as that of a peer.
     told = status in (TOLD, OUT_OF_MEMORY) and (culprit.rank == 0 or workers[0].returncode == GAVE_UP_ON_A_PEER)
     if not told:
-        say(_report(culprit, status, len(remaining)))
+        say(_report(culprit, status, remaining))
     return shell_status(status), not told
 
 
@@ -255,7 +255,8 @@ def _culprit(workers: Sequence[_Worker], first: Collection[int]) -> _Worker:
                     worker.rank,
                 ),
             )
-        if not own_fault and (time.monotonic() > until or len(failed) == len(workers)):
+        ended = all(worker.returncode is not None for worker in workers)
+        if not own_fault and (time.monotonic() > until or ended):
             return failed[0]
         time.sleep(_POLL_S)
 
@@ -266,8 +267,10 @@ def _patience_s(seconds: float) -> float:
     return seconds * min(max(1.0, waiting), _MOST_PATIENCE)
 
 
-def _report(culprit: _Worker, returncode: int, others: int) -> str:
-    """What happened to whom, with the last lines of its log."""
+def _report(culprit: _Worker, returncode: int, others: Sequence[_Worker]) -> str:
+    """What happened to whom, with the last lines of its log; of the ``others``, which had to be ended, what those had failed with that
+    the culprit gave up on: a thread of theirs may have gone on.
+    """
     who = f"rank {culprit.rank} on {socket.gethostname()} (pid {culprit.process.pid})"
     if returncode == GAVE_UP_ON_A_PEER:
         happened = f"{who} gave up, because another worker died or hangs (its last lines say which)"
@@ -275,15 +278,23 @@ def _report(culprit: _Worker, returncode: int, others: int) -> str:
         happened = f"{who} {describe_exit(returncode)}"
     if (cause := culprit.spec.explain()) is not None:
         happened += f": {cause}"
-    ended = {0: "", 1: "; the one other worker was ended"}.get(others, f"; the {others} other workers were ended")
+    ended = {0: "", 1: "; the one other worker was ended"}.get(
+        len(others), f"; the {len(others)} other workers were ended"
+    )
     lines = [f"heterodyne: {happened}{ended}."]
     if culprit.log is None:
         lines.append("What it said stands above.")
-    elif tail := _tail(culprit.log):
-        lines += [f"The last lines of {culprit.log}:", *(f"    {line}" for line in tail)]
     else:
-        lines.append(f"Its log {culprit.log} is empty.")
+        lines += _last_lines(culprit.log) or [f"Its log {culprit.log} is empty."]
+    if returncode == GAVE_UP_ON_A_PEER:
+        told = (_last_lines(worker.log) for worker in others if worker.log is not None)
+        lines += next((found for found in told if any("Traceback (most" in line for line in found)), [])
     return "\n".join(lines)
+
+
+def _last_lines(log: Path) -> list[str]:
+    tail = _tail(log)
+    return [f"The last lines of {log}:", *(f"    {line}" for line in tail)] if tail else []
 
 
 def _tail(log: Path) -> list[str]:
