@@ -30,7 +30,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status; no exception leaves it but Ctrl-C and a defect of ours."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        _require_printable(given)
+        _require_sayable(given)
         # The arguments travel along, because a verb may start itself again once for each device.
         application()(args=given, obj=given)
     except SystemExit as end:
@@ -45,11 +45,18 @@ def run(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _require_printable(arguments: Sequence[str]) -> None:
-    """A usage error shows its argument. Raises HeterodyneError for control characters in one that is ours (``--`` ends those)."""
+def _require_sayable(arguments: Sequence[str]) -> None:
+    """A usage error shows its argument. Raises HeterodyneError for control characters in one that is ours (``--`` ends those), and for an
+    empty one, which as a path would be this directory.
+    """
+    before = "heterodyne"
     for argument in takewhile(lambda each: each != "--", arguments):
         if _CONTROL.search(argument):
             raise HeterodyneError(f"the argument {argument[:200]} has control characters: write it without them")
+        if not argument or (argument.startswith("--") and argument.endswith("=") and "=" not in argument[:-1]):
+            place = argument or f"an argument, after {before!r},"
+            raise HeterodyneError(f"{place} is empty: give it a value, or leave the option out")
+        before = argument
 
 
 def application() -> typer.Typer:

@@ -163,7 +163,7 @@ def lookup(kind: str) -> Accelerator:
     longer = [a.kind for a in catalog().values() if plain and _plain(a.kind).startswith(plain)]
     spelled = get_close_matches(plain, _by_name(), n=4, cutoff=0.5)
     close = list(dict.fromkeys(longer + [_by_name()[name].kind for name in spelled]))[:4]
-    hint = f"did you mean {' or '.join(close)}?" if close else "heterodyne kinds lists all"
+    hint = f"did you mean {' or '.join(close)}?" if close else "heterodyne kinds lists all."
     raise ClusterError(f"the catalog has no accelerator {kind!r}; {hint}")
 
 

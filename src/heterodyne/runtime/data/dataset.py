@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
-from heterodyne.errors import DataError
+from heterodyne.errors import DataError, HeterodyneError
 from heterodyne.factories import describe_error
 from heterodyne.runtime.data.balance import balanced
 from heterodyne.runtime.data.collating import Collate, Collator
@@ -46,6 +46,8 @@ def length_of(dataset: MapDataset) -> int:
     """Samples of a dataset. Raises DataError if it cannot say."""
     try:
         return len(dataset)
+    except HeterodyneError:
+        raise
     except Exception as error:  # whatever the user's own code raises, it is reported as such
         raise DataError(f"the __len__ of the dataset fails: {describe_error(error)}") from error
 

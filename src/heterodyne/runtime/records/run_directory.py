@@ -96,7 +96,7 @@ class RunDirectory:
             taken = next(path.iterdir(), None)
         except OSError as error:
             raise HeterodyneError(
-                f"the run directory {path} cannot be made ({error.strerror}); choose another with --run-dir"
+                f"the run directory {path} cannot be made ({error.strerror}); choose another (--run-dir, run_dir)"
             ) from error
         if taken is not None:
             raise HeterodyneError(
@@ -117,7 +117,7 @@ class RunDirectory:
                 continue
             except OSError as error:
                 raise HeterodyneError(
-                    f"the run directory {path} cannot be made ({error.strerror}); choose another with --run-dir"
+                    f"the run directory {path} cannot be made ({error.strerror}); choose another (--run-dir, run_dir)"
                 ) from error
             return cls(path)
         raise AssertionError("there is always another number")
