@@ -6,23 +6,28 @@ Copies of a model share the latter with the user's own model.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from heterodyne.code_read import CodeRead, is_filled, is_users
 
-__all__ = ["Kept", "functions_of", "kept_by", "unchanged_around"]
+__all__ = ["Kept", "Root", "defaults_of", "functions_of", "kept_by", "root_of", "unchanged_around"]
 
 _DEEPEST = 3
 _MOST_ENTRIES = 10_000  # a longer container holds data
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_MODULES = frozenset(vars(nn.Module()))
+
+
+Root: TypeAlias = str | tuple[str, int] | tuple[int, str]
+"""Where a walk through what a model keeps begins, alike in all copies: the path of a module; that, and the number of one of its classes;
+the number of a function (`functions_of`), and ``globals``, ``defaults``, ``attributes`` or the name of a variable of its closure."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -33,6 +38,7 @@ class Kept:
         name: as the user would write it, ``blocks.0.state['calls']``.
         holder: a dict, list, deque or cell, or an object with attributes.
         key: of it there; None for a cell; for a hook of a module the name of the table, and its number there.
+        root: where the walk to it has begun.
         outer: the place of its container; None for attributes of modules and variables.
         module: the module of whose attributes it is, or is part of one; None: it is of a variable.
     """
@@ -41,6 +47,7 @@ class Kept:
     holder: Any
     key: Any
     value: Any
+    root: Root
     outer: Kept | None = None
     module: nn.Module | None = None
 
@@ -50,7 +57,7 @@ class Kept:
         return str(self.key) if self.outer is None else self.outer.attribute
 
 
-def kept_by(model: nn.Module, functions: Iterable[FunctionType]) -> Iterator[Kept]:
+def kept_by(model: nn.Module, functions: Sequence[FunctionType]) -> Iterator[Kept]:
     """Yield what modules have as attributes besides parameters, buffers and modules, what functions have around them, and entries of these.
 
     ``functions``: those that forward may call (`functions_of`).
@@ -60,18 +67,32 @@ def kept_by(model: nn.Module, functions: Iterable[FunctionType]) -> Iterator[Kep
         for attribute, value in list(vars(module).items()):
             if attribute not in _OF_MODULES:
                 name = f"{path}.{attribute}" if path else attribute
-                kept = Kept(name=name, holder=module, key=attribute, value=value, module=module)
+                kept = Kept(name=name, holder=module, key=attribute, value=value, root=path, module=module)
                 yield from _with_entries(kept, _DEEPEST, seen)
         for kind in _HOOKS:
             for number, hook in enumerate(getattr(module, kind).values()):
-                kept = Kept(name=f"a hook of {path!r}", holder=module, key=(kind, number), value=hook)
+                kept = Kept(name=f"a hook of {path!r}", holder=module, key=(kind, number), value=hook, root=path)
                 yield from _with_entries(kept, _DEEPEST, seen)
-    yield from _kept_around(functions, seen)
+    yield from _kept_around(model, functions, seen)
 
 
-def _kept_around(functions: Iterable[FunctionType], seen: set[int]) -> Iterator[Kept]:
-    for kept in _variables(functions):
+def _kept_around(model: nn.Module, functions: Sequence[FunctionType], seen: set[int]) -> Iterator[Kept]:
+    for kept in (*_of_classes(model), *_variables(functions)):
         yield from _with_entries(kept, _DEEPEST, seen)
+
+
+def root_of(model: nn.Module, root: Root) -> Any:
+    """Return the holder at which the walk begins."""
+    if isinstance(root, str):
+        return model.get_submodule(root)
+    if isinstance(root[0], str):
+        return type(model.get_submodule(root[0])).__mro__[int(root[1])]
+    function, kind = functions_of(model)[root[0]], str(root[1])
+    if kind == "globals":
+        return function.__globals__
+    if kind in ("defaults", "attributes"):
+        return function
+    return (function.__closure__ or ())[function.__code__.co_freevars.index(kind)]
 
 
 @contextmanager
@@ -80,9 +101,14 @@ def unchanged_around(model: nn.Module) -> Iterator[None]:
     restoring: list[Callable[[], None]] = []
     seen: set[int] = set()
     of_model = {id(module) for module in model.modules()}
-    for kept in _kept_around(functions_of(model), of_model):
-        if kept.outer is None and isinstance(kept.holder, CellType | dict):  # not a function with defaults
+    functions = functions_of(model)
+    restoring += [partial(_set_back, function, dict(vars(function))) for function in functions]
+    for kept in _kept_around(model, functions, of_model):
+        if kept.outer is None and isinstance(kept.holder, CellType | dict):
             restoring.append(partial(_set_variable, kept))
+        elif isinstance(kept.holder, type) and id(kept.holder) not in seen:
+            seen.add(id(kept.holder))
+            restoring.append(partial(_set_back, kept.holder, _data_of(kept.holder)))
         held = None if isinstance(kept.value, MethodType) else _held(kept.value)
         if held is not None and id(kept.value) not in seen:
             seen.add(id(kept.value))
@@ -92,6 +118,25 @@ def unchanged_around(model: nn.Module) -> Iterator[None]:
     finally:
         for restore in restoring:
             restore()
+
+
+def _of_classes(model: nn.Module) -> Iterator[Kept]:
+    """Yield what classes of modules have as attributes for all their objects, but for functions and descriptors."""
+    seen: set[type] = set()
+    for path, module in model.named_modules():
+        for number, base in enumerate(type(module).__mro__):
+            if base not in seen and is_users(base):
+                seen.add(base)
+                for name, value in _data_of(base).items():
+                    yield Kept(name=f"{base.__name__}.{name}", holder=base, key=name, value=value, root=(path, number))
+
+
+def _data_of(kind: type) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not name.startswith("__") and not hasattr(value, "__get__") and not isinstance(value, type)
+    }
 
 
 def functions_of(model: nn.Module) -> list[FunctionType]:
@@ -110,19 +155,32 @@ def functions_of(model: nn.Module) -> list[FunctionType]:
     return list(found.values())
 
 
-def _variables(functions: Iterable[FunctionType]) -> Iterator[Kept]:
-    """Yield what functions have around them: closures, defaults, globals that they name."""
-    for function in functions:
+def _variables(functions: Sequence[FunctionType]) -> Iterator[Kept]:
+    """Yield what functions have around them: closures, defaults, attributes, globals that they name."""
+    for number, function in enumerate(functions):
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             if is_filled(cell):
-                yield Kept(name=name, holder=cell, key=None, value=cell.cell_contents)
-        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        for place, value in enumerate(defaults):
-            yield Kept(name=f"default {place} of {function.__qualname__}()", holder=function, key=place, value=value)
+                yield Kept(name=name, holder=cell, key=None, value=cell.cell_contents, root=(number, name))
+        called = function.__name__
+        for place, value in enumerate(defaults_of(function)):
+            yield Kept(
+                name=f"default {place} of {called}()",
+                holder=function,
+                key=place,
+                value=value,
+                root=(number, "defaults"),
+            )
         if is_users(function):
+            for name, value in vars(function).items():
+                yield Kept(name=f"{called}.{name}", holder=function, key=name, value=value, root=(number, "attributes"))
             own = function.__globals__
             for name in sorted(_names(function.__code__) & own.keys()):
-                yield Kept(name=name, holder=own, key=name, value=own[name])
+                yield Kept(name=name, holder=own, key=name, value=own[name], root=(number, "globals"))
+
+
+def defaults_of(function: FunctionType) -> tuple[Any, ...]:
+    """Return the defaults of arguments, those by keyword last."""
+    return (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
 
 
 def _with_entries(kept: Kept, depth: int, seen: set[int]) -> Iterator[Kept]:
@@ -138,7 +196,7 @@ def _with_entries(kept: Kept, depth: int, seen: set[int]) -> Iterator[Kept]:
     for key, entry in held.items() if isinstance(held, dict) else enumerate(held):
         owner = type(value.__self__).__name__ if isinstance(value, MethodType) else f"{kept.name}.{key}"
         name = f"{kept.name}[{key!r}]" if in_brackets else owner
-        inner = Kept(name=name, holder=value, key=key, value=entry, outer=kept, module=kept.module)
+        inner = Kept(name=name, holder=value, key=key, value=entry, root=kept.root, outer=kept, module=kept.module)
         yield from _with_entries(inner, depth - 1, seen)
 
 
@@ -170,6 +228,12 @@ def _set_back(holder: Any, held: Any) -> None:
     elif isinstance(holder, dict | set | deque):
         holder.clear()
         (holder.extend if isinstance(holder, deque) else holder.update)(held)
+    elif isinstance(holder, type):
+        for name, value in _data_of(holder).items():
+            if name not in held:
+                delattr(holder, name)
+            elif held[name] is not value:
+                setattr(holder, name, held[name])
     else:
         for name in [name for name in vars(holder) if _is_own(holder, name) and name not in held]:
             del vars(holder)[name]

@@ -37,6 +37,7 @@ def after_step(model: nn.Module) -> None:
     """What a step does with what forward leaves."""
     for left in trace(model, BATCH).left:
         left.guard(model)
+        left.follow(model)
 
 
 def _recurrent(model: Leaves, y: Tensor) -> Tensor:
@@ -179,3 +180,58 @@ def test_a_hook_that_counts_its_calls_is_refused() -> None:
     with pytest.raises(CaptureError, match='forward changes "calls'):
         capture(model, BATCH)
     assert calls["number"] == 0
+
+
+def _flags(model: Leaves, y: Tensor) -> Tensor:
+    model.width = y.shape[1]  # type: ignore[assignment]
+    model.rows = y.shape[0]  # type: ignore[assignment]
+    model.table["seen"] = True  # type: ignore[assignment]
+    return y
+
+
+def test_numbers_that_are_the_same_in_each_step_are_set_and_those_of_the_batch_have_no_value() -> None:
+    model = Leaves(_flags)
+    capture(model, BATCH)
+    assert not hasattr(model, "width")
+    after_step(model)
+    assert model.width == 4
+    assert model.table["seen"] is True
+    with pytest.raises(PlanError, match="'rows' has no value after a step"):
+        int(model.rows)  # type: ignore[call-overload]
+
+
+def _with_function(model: Leaves, y: Tensor) -> Tensor:
+    _with_function.last = y.detach()  # type: ignore[attr-defined]
+    return y
+
+
+def test_attributes_of_functions_and_classes_are_seen() -> None:
+    model = Leaves(_with_function)
+
+    class Counts(Leaves):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            type(self).calls += 1
+            return super().forward(x)
+
+    capture(model, BATCH)
+    assert not vars(_with_function)
+    after_step(model)
+    with pytest.raises(PlanError, match=r"_with_function\.last' has no value"):
+        _with_function.last.sum()  # type: ignore[attr-defined]
+    with pytest.raises(CaptureError, match=r"Counts\.calls"):
+        capture(Counts(lambda _, y: y), BATCH)
+    assert Counts.calls == 0
+
+
+def test_numbers_taken_of_tensors_by_a_hook_have_no_value() -> None:
+    model, means = Leaves(lambda _, y: y), {"linear": 0.0}
+
+    def hook(module: nn.Module, inputs: object, output: Tensor) -> None:
+        means["linear"] = output.detach().abs().mean().item()
+
+    model.linear.register_forward_hook(hook)
+    after_step(model)
+    with pytest.raises(PlanError, match=r"linear'.* has no value"):
+        sum(means.values())

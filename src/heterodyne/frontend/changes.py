@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from types import FunctionType
 
+import torch
 from torch import Tensor, fx, nn
 
-from heterodyne.around_model import Kept, kept_by
+from heterodyne.around_model import Kept, Root, kept_by
 from heterodyne.errors import CaptureError
 from heterodyne.frontend.arguments import argument, mutates, operator_name
 from heterodyne.frontend.faults import line_of
@@ -23,6 +24,7 @@ __all__ = [
     "refuse_new_buffers",
 ]
 
+_PLAIN = (int, float, str)
 _WHY = (
     "which the model keeps for the next forward. Each device sees only its own samples, in micro-batches of its own, so the copies would "
     "drift apart. Change it outside of forward, once a step; BatchNorm is the one exception that is known."
@@ -76,13 +78,13 @@ class Looked:
         }
 
     def changed(self, before: Looked) -> list[Kept]:
-        """Return the tensors, numbers and words that are others than before."""
+        """Return the tensors, numbers and words that are others than before; numbers without a value (torch.SymInt, ...) too."""
         return [kept for place, kept in self.kept.items() if _is_other(before.kept.get(place), kept)]
 
     def counted(self, before: Looked) -> list[Kept]:
         """Return the numbers and words that are others than before, but those in containers that are longer than before."""
         longer = {id(kept.value) for kept in self.longer(before)}
-        return [k for k in self.changed(before) if not isinstance(k.value, Tensor) and id(k.holder) not in longer]
+        return [k for k in self.changed(before) if isinstance(k.value, _PLAIN) and id(k.holder) not in longer]
 
     def longer(self, before: Looked) -> list[Kept]:
         """Return the lists, sets and dicts that have more entries than before."""
@@ -91,21 +93,20 @@ class Looked:
         ]
 
 
-def place_of(kept: Kept) -> tuple[int, str]:
+def place_of(kept: Kept) -> tuple[Root, str]:
     """Return what identifies the place where a value stands, whatever stands there."""
-    outer = kept
-    while outer.outer is not None:
-        outer = outer.outer
-    return id(outer.holder), kept.name
+    return kept.root, kept.name
 
 
 def _is_other(before: Kept | None, now: Kept) -> bool:
     value = now.value
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
         return before is None or before.value is not value
-    if not isinstance(value, int | float | str):
+    if not isinstance(value, _PLAIN):
         return False
-    return before is None or bool(before.value != value and not (before.value != before.value and value != value))
+    if before is None or type(before.value) is not type(value):
+        return True
+    return bool(before.value != value and not (before.value != before.value and value != value))
 
 
 def refuse_kept(kept: Kept) -> None:

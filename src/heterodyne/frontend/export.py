@@ -104,11 +104,12 @@ class _LossOnly(nn.Module):
         example: Example,
         sizes: SizeWatch,
         watch: BackwardWatch,
+        looked: list[Looked],
     ) -> None:
         super().__init__()
         self._follows = example.follows
         self._functions = functions_of(model)
-        self.leaves = True  # whether forward changes what the model keeps; a strict trace does not tell
+        self._looked = looked
         self._watch = watch
         self.model = model
         self._names = example.names if example.keywords else None
@@ -135,8 +136,8 @@ class _LossOnly(nn.Module):
             with self._watch, self._sizes, draws, OwnChecks():
                 loss = self.loss(batch)
             draws.refuse()
-        now = Looked(self.model, self._functions)
-        self.leaves = bool(now.changed(kept) or now.longer(kept))
+        if not self._looked:
+            self._looked += [kept, Looked(self.model, self._functions)]
         self._watch.look_at(loss)
         refuse_new_buffers(before, dict(self.model.named_buffers()))
         return loss
@@ -192,7 +193,9 @@ class _Trial:
         self.numbers = Recorder(self.copy, numbers, self._empty)
         self.sizes = SizeWatch()
         self.watch = BackwardWatch()
-        self._wrapped = _LossOnly(self.copy, example, self.sizes, self.watch)
+        # Before and after the first forward; a strict trace does not tell. The list is here since torch.export sets back what modules keep.
+        self._looked: list[Looked] = []
+        self._wrapped = _LossOnly(self.copy, example, self.sizes, self.watch, self._looked)
         self._wrapped.training = model.training
 
     def _empty(self, dtype: torch.dtype) -> Tensor:
@@ -204,20 +207,20 @@ class _Trial:
 
     def left_behind(self) -> list[Left]:
         """Return what forward leaves in the model and around it. Raises CaptureError if the next forward reads it."""
-        if not self._wrapped.leaves:
+        looked = self._looked
+        if looked and not looked[1].changed(looked[0]) and not looked[1].longer(looked[0]):
             return []
-        fake = self._example.fake(self._mode, self._size)
+        before = looked[0] if looked else Looked(self._wrapped.model, functions_of(self._wrapped.model))
+        batches = [self._example.fake(self._mode, size) for size in (self._size, 2 * self._size)]
 
-        def run() -> tuple[Sequence[Tensor], Tensor] | None:
+        def run(number: int) -> tuple[Sequence[Tensor], Tensor] | None:
             # Not every op runs outside of a trace without data; what was changed until there still shows.
             with contextlib.suppress(RuntimeError), self._mode, torch.no_grad(), capturing(), quiet():
-                return fake, self._wrapped.loss(fake)
+                return batches[number], self._wrapped.loss(batches[number])
             return None
 
-        def data() -> list[Tensor]:
-            return [*fake, *(p for p in self._wrapped.model.parameters() if p.requires_grad)]
-
-        return left_behind(self._wrapped.model, run, data)
+        trained = (p for p in self._wrapped.model.parameters() if p.requires_grad)
+        return left_behind(self._wrapped.model, before, run, [*batches[0], *trained])
 
 
 def _require_same_at_other_sizes(

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import CellType, FunctionType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from heterodyne.around_model import Kept, functions_of
+from heterodyne.around_model import Kept, Root, defaults_of, functions_of, root_of
 from heterodyne.code_read import is_filled
 from heterodyne.errors import PlanError
 from heterodyne.frontend.changes import Looked, place_of, refuse_kept
@@ -31,29 +31,50 @@ class Left:
     """A place that forward sets.
 
     Args:
-        root: the path of a module of the model, or a cell, a function or a dict, which copies of a model share.
+        root: where to begin, in any copy of the model.
         steps: keys, and names of what they lead to, from there to the place.
         filled: it is a container that each forward makes longer.
+        constant: each forward sets it to this number or word, of which no step changes anything; None: to what depends on the batch.
     """
 
-    root: Any
+    root: Root
     steps: Sequence[tuple[Any, str]]
     filled: bool = False
+    constant: object = None
 
     @cached_property
-    def _value(self) -> SetByForward:
+    def _guard(self) -> SetByForward:
         return (FilledByForward if self.filled else SetByForward)(self.steps[-1][1])
 
     def guard(self, model: nn.Module) -> None:
-        """Replace what is there by a `SetByForward`; where its container is not there, that."""
-        holder = model.get_submodule(self.root) if isinstance(self.root, str) else self.root
+        """Replace what depends on a batch by a `SetByForward`; where its container is not there, that."""
+        if self.constant is None:
+            self._put(model, self._guard)
+
+    def follow(self, model: nn.Module) -> None:
+        """Set the constant, as forward does."""
+        if self.constant is not None:
+            self._put(model, self.constant)
+
+    def _put(self, model: nn.Module, value: object) -> None:
+        holder = self._first_holder(model)
         for place, (key, _) in enumerate(self.steps, 1):
             inner = _get(holder, key)
             if place == len(self.steps) or not _may_hold(inner):
                 break
             holder = inner
-        if _get(holder, key) is not self._value:
-            _set(holder, key, self._value)
+        if place < len(self.steps) and self.constant is not None:
+            return  # what a forward would make anew is not there
+        if _get(holder, key) is not value:
+            _set(holder, key, value)
+
+    def _first_holder(self, model: nn.Module) -> Any:
+        if not isinstance(self.root, tuple):
+            return root_of(model, self.root)
+        known = self.__dict__.setdefault("_holders", {})  # to read code at each step would cost
+        if id(model) not in known:
+            known[id(model)] = root_of(model, self.root)
+        return known[id(model)]
 
 
 def _may_hold(value: object) -> bool:
@@ -71,9 +92,9 @@ def _get(holder: Any, key: Any) -> Any:
         return holder[key] if key < len(holder) else None
     if isinstance(key, tuple):
         return list(getattr(holder, key[0]).values())[key[1]]
-    if isinstance(holder, FunctionType):
-        return (*(holder.__defaults__ or ()), *(holder.__kwdefaults__ or {}).values())[key]
-    return getattr(holder, key, None)
+    if isinstance(holder, FunctionType) and isinstance(key, int):
+        return defaults_of(holder)[key]
+    return vars(holder).get(key) if isinstance(holder, type) else getattr(holder, key, None)
 
 
 def _set(holder: Any, key: Any, value: object) -> None:
@@ -86,47 +107,57 @@ def _set(holder: Any, key: Any, value: object) -> None:
             holder[key] = value
         else:
             holder.append(value)
-    elif not isinstance(holder, FunctionType):  # whose defaults a forward does not replace
+    elif not isinstance(key, int):  # of a default, which a forward does not replace
         setattr(holder, key, value)
 
 
-def left_behind(
-    model: nn.Module,
-    run: Callable[[], tuple[Sequence[Tensor], Tensor] | None],
-    data: Callable[[], Iterable[Tensor]],
-) -> list[Left]:
-    """Return where forward leaves tensors that depend on the batch or on trained weights, and which containers it makes longer.
+Run: TypeAlias = Callable[[int], tuple[Sequence[Tensor], Tensor] | None]
+"""Runs forward on inputs of the first or the second number of samples, and gives them and the loss; None if it failed."""
+
+
+def left_behind(model: nn.Module, before: Looked, run: Run, data: Iterable[Tensor]) -> list[Left]:
+    """Return what forward leaves: tensors that depend on the batch or on trained weights, numbers, containers that it makes longer.
 
     Args:
         model: a copy of the user's model.
-        run: runs forward, and gives the inputs and the loss; None if it failed. ``data``: tensors besides the inputs that count.
+        before: what that kept before its first forward.
+        data: the batch and the weights that are trained.
 
     Raises CaptureError if the next forward reads one of these, or if each forward changes a number.
     """
     functions = functions_of(model)
-    before = Looked(model, functions)
-    flow = _Flow()
-    flow.note(data(), "data")
+    flow, again = _Flow(), _Flow()
+    flow.note(data, "data")
     with flow:
-        run()
+        run(0)
     first = Looked(model, functions)
-    tensors = [
-        kept for kept in first.changed(before) if isinstance(kept.value, Tensor) and "data" in flow.of(kept.value)
-    ]
-    again = _Flow()
-    for kept in tensors:
-        again.note([kept.value], place_of(kept))
+    changed = first.changed(before)
+    left = [kept for kept in changed if not isinstance(kept.value, int | float | str)]
+    of_data = [k for k in left if not isinstance(k.value, Tensor) or "data" in flow.of(k.value)]
+    for kept in of_data:
+        if isinstance(kept.value, Tensor):
+            again.note([kept.value], place_of(kept))
     with again:
-        ran = run()
+        ran = run(0)
     second = Looked(model, functions)
     read = again.of(ran[1]) if ran else frozenset()
-    for kept in (*(kept for kept in tensors if place_of(kept) in read), *second.counted(first)):
+    for kept in (*(kept for kept in of_data if place_of(kept) in read), *second.counted(first)):
         refuse_kept(kept)
-    return _places(model, tensors, second.longer(first) if first.longer(before) else [])
+    longer = second.longer(first) if first.longer(before) else []
+    growing = {id(kept.value) for kept in longer}
+    numbers = [k for k in changed if isinstance(k.value, int | float | str) and id(k.holder) not in growing]
+    if numbers:
+        run(1)
+    sized = {place_of(kept) for kept in Looked(model, functions).counted(second)} if numbers else set()
+    constants = [kept for kept in numbers if place_of(kept) not in sized] if ran and len(left) == len(of_data) else []
+    return [
+        *_places([*of_data, *(kept for kept in numbers if place_of(kept) in sized)], longer),
+        *(replace(_left(kept), constant=kept.value) for kept in constants),
+    ]
 
 
 def set_anew(model: nn.Module, before: Looked, run: Callable[[], object]) -> list[Left]:
-    """Return the attributes that each forward sets to another tensor, and the containers that it makes longer. ``before``: what the model
+    """Return the places that each forward sets to another tensor, and the containers that it makes longer. ``before``: what the model
     kept before its first forward; ``run``: runs another one. Raises CaptureError if each forward changes a number.
     """
     functions = functions_of(model)
@@ -137,29 +168,23 @@ def set_anew(model: nn.Module, before: Looked, run: Callable[[], object]) -> lis
     second = Looked(model, functions)
     for kept in second.counted(first):
         refuse_kept(kept)
-    tensors = [kept for kept in second.changed(first) if isinstance(kept.value, Tensor)]
-    found = _places(model, tensors, second.longer(first))
-    return [
-        left for left in found if isinstance(left.root, str)
-    ]  # what stands around a model has no name on other ranks
+    return _places([kept for kept in second.changed(first) if isinstance(kept.value, Tensor)], second.longer(first))
 
 
-def _places(model: nn.Module, tensors: Sequence[Kept], longer: Sequence[Kept]) -> list[Left]:
+def _places(found: Sequence[Kept], longer: Sequence[Kept]) -> list[Left]:
     within = {id(kept.value) for kept in longer}
-    paths = {id(module): path for path, module in model.named_modules()}
     return [
-        *(_left(kept, paths) for kept in tensors if id(kept.holder) not in within),
-        *(replace(_left(kept, paths), filled=True) for kept in longer),
+        *(_left(kept) for kept in found if id(kept.holder) not in within),
+        *(replace(_left(kept), filled=True) for kept in longer),
     ]
 
 
-def _left(kept: Kept, paths: Mapping[int, str]) -> Left:
-    """Return the place in any copy of the model, or around it. ``paths``: of its modules, by id."""
+def _left(kept: Kept) -> Left:
     steps: list[tuple[Any, str]] = [(kept.key, kept.name)]
     while kept.outer is not None:
         kept = kept.outer
         steps.insert(0, (kept.key, kept.name))
-    return Left(root=paths.get(id(kept.holder), kept.holder), steps=steps)
+    return Left(root=kept.root, steps=steps)
 
 
 class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -409,8 +409,9 @@ class Worker:
                     numbers=batches.given(numbers),
                     sharded=self._model.sharded,
                 )
-            variant.capture.guard(self.module)
-            return found
+        variant.capture.guard(self.module)
+        variant.capture.follow(self.module)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer (by parameter name) and step. Collective. Tensors that are held here are the live ones, not copies.

@@ -65,7 +65,11 @@ class Numbers(Protocol):
 class Left(Protocol):
     """A place that forward sets."""
 
-    def guard(self, model: nn.Module) -> None: ...
+    def guard(self, model: nn.Module) -> None:
+        """Let the script use nothing of what depends on a batch."""
+
+    def follow(self, model: nn.Module) -> None:
+        """Set what does not, as forward does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +87,11 @@ class Capture:
         """Let the script use nothing that forward sets: its values are those of a part of the batch, or of an earlier one."""
         for left in self.left:
             left.guard(model)
+
+    def follow(self, model: nn.Module) -> None:
+        """Set numbers that forward sets to what they are in every step."""
+        for left in self.left:
+            left.follow(model)
 
     def holds(self, captured: State, now: State, *, modes: bool) -> bool:
         """Whether it is that of the model in the state ``now``, too; it was made in the state ``captured``."""
@@ -204,6 +213,7 @@ class Variants:
         self.running.capture.guard(self._module)
         self.writes.leave()
         self._training.read.leave()
+        self.running.capture.follow(self._module)  # which is seen before the next step, whose forward may read it
 
     def step(self, number: int, *, suspects: bool = False) -> Step:
         """What the next step runs. Raises PlanError, on all ranks, for a change that cannot be followed.
