@@ -154,6 +154,16 @@ def distribute(
             precision=own_precision,
         )
         captured = capture_everywhere(here, module, example, as_it_is, name=type(inside).__name__, shared=shared)
+        own = (
+            [name for name, weight in loss.named_parameters() if weight.requires_grad]
+            if isinstance(loss, nn.Module)
+            else []
+        )
+        if own:
+            here.say(
+                f"the loss has weights of its own ({', '.join(own[:3])}): the optimizer gets them with those of the model, and no other "
+                "optimizer is needed for them"
+            )
         factory = None if isinstance(chosen, OptimizerSection) else Names(module).of_factory(chosen)
         settings = Settings(
             global_batch_size=global_batch_size or size or as_source(example, captured.graph).size,
