@@ -218,6 +218,8 @@ class _Reader:
                     self._around(found, function)
         elif isinstance(value, type):
             self._class(value)
+            if is_users(type(value)):  # a metaclass, whose __getattr__ may give what the class does not have
+                self._class(type(value))
         else:
             self._attribute(value)
 

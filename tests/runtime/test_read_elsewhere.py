@@ -47,6 +47,18 @@ class Registry:
         return cls.values["w"]
 
 
+OF_META = {"slope": 1.0}
+
+
+class Meta(type):
+    def __getattr__(cls, name: str) -> float:
+        return OF_META[name]
+
+
+class Knobs(metaclass=Meta):
+    pass
+
+
 class Scaled(float):
     unit = 1.0
 
@@ -114,6 +126,7 @@ class Model(Base):
         )
         x = around.helper.bend(scale(self.out(x))) * around.config.temperature * Registry.get()
         x = (x + around.offset) * math.copysign(1.0, self.sign) * self.k.unit * self.pair[0] * knobs_of_a_test.gain
+        x = x * Knobs.slope
         return (x - around.teacher(x.detach())).square().sum() * (2.0 if self.trains() else 1.0)
 
     def trains(self) -> bool:
@@ -153,6 +166,7 @@ CHANGES: dict[str, Change] = {
     "a buffer of a teacher": lambda _, a: setattr(a.teacher, "running_mean", torch.ones(4)),
     "a parameter of an object": lambda _, a: setattr(a, "offset", nn.Parameter(torch.ones(4), requires_grad=False)),
     "an attribute of a function": lambda *_: setattr(scale, "gain", 2.0),
+    "what the class of a class reads": lambda *_: OF_META.update(slope=2.0),
     "keyword defaults": lambda *_: setattr(scale, "__kwdefaults__", {"by": 2.0}),
     "what forward imports": lambda *_: setattr(KNOBS, "gain", 2.0),
     "a mode that a method asks for": lambda m, _: setattr(m, "training", False),
@@ -193,6 +207,7 @@ def around(monkeypatch: pytest.MonkeyPatch) -> Iterator[Around]:
     monkeypatch.setattr(F, "linear", F.linear)
     yield Around()
     vars(OF_THREAD).clear()
+    OF_META.update(slope=1.0)
     torch.set_default_dtype(torch.float32)
     globals().pop("LATE", None)
     globals()["LOOKED_UP"] = 1.0
