@@ -193,7 +193,10 @@ def _with_entries(kept: Kept, depth: int, seen: set[int]) -> Iterator[Kept]:
     if isinstance(value, set):
         return
     in_brackets = isinstance(value, dict | list | deque)
-    for key, entry in held.items() if isinstance(held, dict) else enumerate(held):
+    entries = list(held.items() if isinstance(held, dict) else enumerate(held))
+    if not in_brackets and not isinstance(value, type | MethodType):
+        entries.append(("__class__", type(value)))
+    for key, entry in entries:
         owner = type(value.__self__).__name__ if isinstance(value, MethodType) else f"{kept.name}.{key}"
         name = f"{kept.name}[{key!r}]" if in_brackets else owner
         inner = Kept(name=name, holder=value, key=key, value=entry, root=kept.root, outer=kept, module=kept.module)
@@ -202,17 +205,23 @@ def _with_entries(kept: Kept, depth: int, seen: set[int]) -> Iterator[Kept]:
 
 def _held(value: Any) -> dict[Any, Any] | list[Any] | None:
     """Return what is in a container or object of the user; None for anything else."""
-    if isinstance(value, Tensor | type | ModuleType | FunctionType):
+    if isinstance(value, Tensor | ModuleType | FunctionType):
         return None
+    if isinstance(value, type):
+        return _data_of(value) if is_users(value) else None
     if isinstance(value, MethodType):
         return {"__self__": value.__self__}
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, list | set | deque):
         return list(value)
-    if hasattr(value, "__dict__") and is_users(type(value)):
-        return {name: entry for name, entry in vars(value).items() if _is_own(value, name)}
-    return None
+    if not is_users(type(value)):
+        return None
+    slots = [name for base in type(value).__mro__ for name in vars(base).get("__slots__", ())]
+    if not slots and not hasattr(value, "__dict__"):
+        return None
+    inside = {name: getattr(value, name) for name in slots if not name.startswith("__") and hasattr(value, name)}
+    return inside | {name: entry for name, entry in getattr(value, "__dict__", {}).items() if _is_own(value, name)}
 
 
 def _set_variable(kept: Kept) -> None:
@@ -235,9 +244,11 @@ def _set_back(holder: Any, held: Any) -> None:
             elif held[name] is not value:
                 setattr(holder, name, held[name])
     else:
-        for name in [name for name in vars(holder) if _is_own(holder, name) and name not in held]:
+        for name in [name for name in getattr(holder, "__dict__", {}) if _is_own(holder, name) and name not in held]:
             del vars(holder)[name]
-        vars(holder).update(held)
+        for name, value in held.items():
+            if getattr(holder, name, None) is not value:
+                object.__setattr__(holder, name, value)
 
 
 def _is_own(holder: Any, name: str) -> bool:

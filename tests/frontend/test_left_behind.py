@@ -235,3 +235,32 @@ def test_numbers_taken_of_tensors_by_a_hook_have_no_value() -> None:
     after_step(model)
     with pytest.raises(PlanError, match=r"linear'.* has no value"):
         sum(means.values())
+
+
+class Slotted:
+    """What a script keeps a last value in, without a ``__dict__``."""
+
+    __slots__ = ("last",)
+    latest: Tensor | None = None
+
+    def __init__(self) -> None:
+        self.last: Tensor | None = None
+
+
+def test_slots_and_classes_of_objects_are_seen() -> None:
+    slotted = Slotted()
+
+    def then(_: Leaves, y: Tensor) -> Tensor:
+        slotted.last = y.detach()
+        type(slotted).latest = y.detach()
+        return y
+
+    model = Leaves(then)
+    capture(model, BATCH)
+    assert slotted.last is None
+    assert Slotted.latest is None
+    after_step(model)
+    for left in (slotted.last, Slotted.latest):
+        with pytest.raises(PlanError, match="has no value after a step"):
+            float(left)  # type: ignore[arg-type]
+    Slotted.latest = None

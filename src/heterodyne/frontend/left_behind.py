@@ -78,9 +78,7 @@ class Left:
 
 
 def _may_hold(value: object) -> bool:
-    return isinstance(value, dict | list | deque) or (
-        hasattr(value, "__dict__") and not isinstance(value, SetByForward)
-    )
+    return value is not None and not isinstance(value, int | float | str | bytes | tuple | Tensor | SetByForward)
 
 
 def _get(holder: Any, key: Any) -> Any:

@@ -134,4 +134,6 @@ def _remedy(value: object) -> str:
         return "torch.from_numpy makes one"
     if isinstance(value, int | float):
         return "torch.tensor(...) makes one, which all samples share"
+    if value is None:
+        return "leave it out of every batch, or give it values that change nothing (a mask of ones)"
     return "leave it out, or give it to the model when it is built"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import weakref
 from argparse import Namespace
 from array import array
@@ -41,6 +42,7 @@ __all__ = ["CALLED", "HOOKS", "Walk", "quoted"]
 
 CALLED = (FunctionType, BuiltinFunctionType, MethodType, MethodWrapperType)
 _PLAIN = (bool, int, float, complex, Number, str, bytes, type(None), Enum, range, slice, torch.Size)
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 _MANY = 256  # longer lists are data
 _DEEP = 12  # of objects and containers in each other
 _OF_TORCH: Final = frozenset(vars(nn.Module()))
@@ -253,7 +255,7 @@ class Walk:
         elif isinstance(value, _SEQUENCES):
             self._entries(name, value, range(len(value)), deep)
         elif isinstance(value, _SETS) and len(value) <= _MANY:
-            self.values[quoted(name)] = frozenset(map(repr, value))
+            self.values[quoted(name)] = frozenset(map(_shown, value))
             self._sized.append(value)
         elif isinstance(value, type | ModuleType):
             self._names_of(name, value, deep)
@@ -288,14 +290,14 @@ class Walk:
         self.values[f"the number of entries of {quoted(name)}"] = len(keys)
         for key in keys:
             self._slot(container, key, container[key])
-            self._value(f"{name}[{key!r}]", container[key], deep)
+            self._value(f"{name}[{_shown(key)}]", container[key], deep)
 
     def _ordered(self, name: str, mapping: Mapping[Any, Any]) -> None:
         """Note in which order a mapping has its entries: code may go through them."""
         self._sized.append(mapping)
         if 1 < len(mapping) <= _MANY:
             self._orders.append((mapping, tuple(mapping)))
-            self.values[f"the order of {quoted(name)}"] = tuple(map(repr, mapping))
+            self.values[f"the order of {quoted(name)}"] = tuple(map(_shown, mapping))
 
     def _object(self, name: str, value: object, deep: int) -> None:
         """Attributes whose names are read. Those of an object of a library change in its own use (``config.dtype`` of Transformers on
@@ -391,6 +393,11 @@ def _slots_of(kind: type) -> list[str]:
 
 def _joined(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
+
+
+def _shown(key: object) -> str:
+    """Return its words without addresses, which differ from process to process."""
+    return _ADDRESS.sub("", repr(key))
 
 
 def quoted(name: str) -> str:
