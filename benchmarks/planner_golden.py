@@ -1,7 +1,8 @@
 """The step of the plan that is chosen, beside the best that was ever chosen there: plans over fleets may only become faster.
 
 The fleets of `planner_speed` and `planner_quality`, and fleets drawn from seeds: four to six kinds of GPUs, in whole nodes or one or two of
-each, for Llama-3-8B. The steps to reach are in `planner_golden_steps.json`; ``--lower`` writes those that are shorter there. In the whole
+each, for Llama-3-8B; and devices one by one (`device_cases`), whose plans the simulator plays and which are compared by their step with
+its doubt. The steps to reach are in `planner_golden_steps.json`; ``--lower`` writes those that are shorter there. In the whole
 form each fleet is planned with ten times the work too: what that finds beyond it is what the search leaves lying.
 """
 
@@ -18,6 +19,7 @@ from time import process_time
 
 import planner_quality
 import planner_speed
+from device_cases import device_cases
 from fleets import GPUS, LLAMA_3_8B, fleet_of
 from layer_profiles import read_layer_profiles
 from results import DATA, Results
@@ -91,6 +93,27 @@ def main() -> int:
         )
         if options.lower:
             golden[case.name] = min(step_s, known_s)
+            GOLDEN.write_text(json.dumps(golden, indent=1) + "\n", encoding="utf-8")
+    for device_case in device_cases():
+        if options.only not in device_case.name or (options.quick and not device_case.quick):
+            continue
+        device_case.prepare()
+        began = process_time()
+        planned = device_case.plan()
+        taken_s, chosen = process_time() - began, planned.chosen
+        known_s = golden.get(device_case.name, chosen.weighed_s)
+        ratios.append(chosen.weighed_s / known_s)
+        results.row(
+            device_case.name,
+            weighed_s=chosen.weighed_s,
+            golden_s=known_s,
+            times_as_long=ratios[-1],
+            step_s=chosen.step_s,
+            chosen=chosen.name,
+            cpu_s=taken_s,
+        )
+        if options.lower:
+            golden[device_case.name] = min(chosen.weighed_s, known_s)
             GOLDEN.write_text(json.dumps(golden, indent=1) + "\n", encoding="utf-8")
     results.bar("longest step over its golden one", max(ratios), "<= 1.001")
     if gains:
