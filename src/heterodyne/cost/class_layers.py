@@ -7,12 +7,13 @@ of the class in one node.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
 from heterodyne.cost.block_cost import block_cost, trained_bytes, typical_blocks
 from heterodyne.cost.layers import LayerCost, Widths
+from heterodyne.cost.memory import gradient_bytes
 from heterodyne.cost.model import CostModel
 from heterodyne.cost.sharded_stage import ShardedStageCost
 from heterodyne.errors import MeasureError, PlanError
@@ -96,7 +97,7 @@ class ClassLayers:
             parts = together.parts(size)
             forward_s, backward_s = (together.together_s(kind, size, span)[0] for kind in ("F", "B"))
         trained = trained_bytes(self.model.graph, block, parts)
-        return block_cost(
+        cost = block_cost(
             self.model.graph,
             block,
             size,
@@ -105,6 +106,21 @@ class ClassLayers:
             backward_s=backward_s,
             update_s=self.model.measured(device).optimizer_s_per_byte * trained * (1 + self.model.recipe.clip_to_step),
             parts=parts,
+        )
+        return cost if parts is not None else self._with_measured_bytes(cost, device, block, size)
+
+    def _with_measured_bytes(self, cost: LayerCost, device: str, block: Block, size: int) -> LayerCost:
+        """The cost of a whole block with the bytes that `DeviceMemory` counts for its activations and its workspace."""
+        memory, span = self.model.device_memory[device], (block.start, block.stop)
+        # Where no peak was measured, the gradient that autograd hands over is no part of the workspace.
+        weights = [gradient_bytes(p) for p in self.model.graph.parameters_of(block) if p.trainable]
+        handed = 0 if memory.tells_peaks else max(weights, default=0)
+        kept = memory.activations(size, span)
+        return replace(
+            cost,
+            kept_bytes=kept,
+            kept_bytes_recomputed=min(kept, cost.kept_bytes_recomputed),
+            workspace_bytes=memory.workspace(size, span) + memory.holes(size, span) + handed,
         )
 
     def _beside(self, device_kind: str) -> Sequence[str]:

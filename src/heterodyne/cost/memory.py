@@ -350,6 +350,11 @@ class DeviceMemory:
         )
 
     @property
+    def usable_bytes(self) -> int:
+        """What is left for tensors beside the framework and what the allocator loses; below 0 where there is no room for these."""
+        return int((self.device.memory_bytes - self._context) / (1 + self.lost_part))
+
+    @property
     def lost_part(self) -> float:
         """Of the bytes of tensors, what the allocator loses beside them."""
         both = self.assumptions.fragmentation, self.assumptions.heap_fragmentation

@@ -6,9 +6,11 @@ devices, simulated and compared like every other candidate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
+from math import inf
 
 from heterodyne.cluster.fleet_cluster import fleet_of
 from heterodyne.cost.class_layers import ClassLayers, Way
@@ -19,11 +21,14 @@ from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.plan import Pipeline, Plan, Stage
 from heterodyne.search.by_speed import shares_by
 from heterodyne.search.classes import class_cluster, class_names
+from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.written import PaperPlanner
-from heterodyne.search.planned import Candidate, Kind, Strategy, serves
-from heterodyne.search.predict import plan_of, with_stages
+from heterodyne.search.hosted import reloading
+from heterodyne.search.planned import CLEARLY, CUTTING_PAYS, Candidate, Kind, Strategy, serves
+from heterodyne.search.predict import plan_of, predict, with_stages
+from heterodyne.search.refine import Refiner
 from heterodyne.search.split import Split
 from heterodyne.search.state_sharding import StateSharding
 
@@ -31,6 +36,10 @@ __all__ = ["ByClass"]
 
 _MOST = 3
 """Plans that are simulated."""
+_MOST_PLAYED = 4
+"""Orders of one plan that are simulated."""
+_LEANS = 2.0
+"""Times its memory, up to which a device may be thought to be filled where the simulation decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,32 +53,104 @@ class ByClass:
     strategy: Strategy = "auto"
     sharding: StateSharding | None = None
 
-    def candidates(self) -> tuple[Candidate, ...]:
-        """The fastest that it finds, simulated."""
-        weighed = [self._weighed(plan) for plan in self.plans]
-        possible = [candidate for candidate in weighed if candidate.step_s is not None]
-        possible += [turns for candidate in possible for turns in self.split.overlapped(candidate)]
-        return (min(possible, key=lambda c: c.weighed_s),) if possible else tuple(weighed[:1])
+    def candidates(self, below_s: float = inf) -> tuple[Candidate, ...]:
+        """Simulated: the fastest as the class search finds them, the fastest of those that are refined, and an even cut.
 
-    @cached_property
-    def plans(self) -> tuple[Plan, ...]:
-        """The fastest by the search that serve, best first; none where pipelines must be alike, which it does not know of."""
-        if not self.able.allow("unlike_pipelines", "unequal_counts"):
-            return ()
+        ``below_s``: what a plan has to be weighed below to be worth refining.
+        """
+        plans, why_not = self._planned(self._space(), self.split.samples)
+        weighed = [self._weighed(plan) for plan in plans]
+        possible = [candidate for candidate in weighed if candidate.plan is not None]
+        possible += [turns for candidate in possible for turns in self.split.overlapped(candidate)]
+        found = [min(possible, key=lambda c: c.weighed_s)] if possible else weighed[:1]
+        refined = self._refined(plans, min([below_s, *(c.weighed_s for c in found)]))
+        if not possible:
+            found = self._sharded(plans, min([below_s, *(c.weighed_s for c in refined)]))[:1] or found
+        if below_s == inf and not any(c.plan is not None for c in (*found, *refined)):
+            refined = self._lean()
+        found += [min(refined, key=lambda c: c.weighed_s)] if refined else []
+        if not self._cuts or self.strategy not in ("auto", "pipeline"):
+            return tuple(found)
+        if not found:
+            found = [Candidate(name="a pipeline", kind="pipeline", why_not=why_not)]
+        return (*found, self._even(found))
+
+    def _refined(self, plans: Sequence[Plan], below_s: float) -> list[Candidate]:
+        """Those that may be weighed below so many seconds, or below what is best of them by then."""
+        found: list[Candidate] = []
+        for plan in plans:
+            if self._least_s(plan) / CUTTING_PAYS < below_s:
+                for schedule, pipelines in islice(self._refiner.plans(plan), _MOST_PLAYED):
+                    found.append(self._played(pipelines, schedule))
+                    below_s = min(below_s, found[-1].weighed_s)
+        best = min(found, key=lambda c: c.weighed_s, default=None)
+        return found if best is None else [*found, *self._reloaded(best)]
+
+    def _least_s(self, plan: Plan) -> float:
+        """Seconds of a step in which no device of a pipeline ever waits."""
+        rate = {d.id: self._model.compute[d.id].rate(self.split.sizes) for d in self._model.cluster.devices}
+        return max(
+            pipeline.micro_batches.samples / sum(rate[device] for devices in pipeline.places for device in devices)
+            for pipeline in plan.pipelines
+        )
+
+    def _reloaded(self, best: Candidate) -> Iterator[Candidate]:
+        """The same with activations that come back from hosts ahead of their backwards; they need room as long, so not all fit."""
+        if best.plan is not None and len(best.plan.pipelines) == 1:
+            for pipeline in reloading(best.plan.pipelines[0]):
+                yield self._played((pipeline,), best.plan.schedule)
+
+    def _lean(self) -> list[Candidate]:
+        """Where nothing fits: of pipelines with one micro-batch at a time those that take the least part of each device's memory.
+
+        What is estimated of memory leans upwards, so more is allowed, and the simulation decides.
+        """
+        found: list[Candidate] = []
+        for size in self.split.sizes:
+            space = replace(self._space(), max_pipelines=1, micro_batches=(size,), schedules=("1F1B",))
+            for plan in self._planned(space, size, Objective(goal="memory"), memory=_LEANS)[0]:
+                for schedule, pipelines in islice(self._refiner.plans(plan), _MOST_PLAYED):
+                    found.append(self._played(pipelines, schedule))
+                found += [self._played((self._refiner.leanest(p),), "1F1B") for p in plan.pipelines]
+        return found
+
+    def _even(self, found: Sequence[Candidate]) -> Candidate:
+        """As many blocks for each device, with 1F1B and the micro-batches of what is best: what is done where nothing is known."""
+        best = min(found, key=lambda c: c.weighed_s).plan
+        size = self.split.sizes[0] if best is None else max(max(p.micro_batches.sizes) for p in best.pipelines)
+        micro_batches = self.split.micro_batches(self.split.samples, size)
+        pipeline = self._refiner.cuts.even([device.id for device in self._model.cluster.devices], micro_batches)
+        return self.split.weighed("an even cut with 1F1B", "even", (pipeline,), shifts=0)
+
+    def _played(self, pipelines: tuple[Pipeline, ...], schedule: str) -> Candidate:
+        plan = plan_of(self._model, self.split.samples, pipelines, schedule)
+        return self.split.weighed(_name(plan), _kind(plan), pipelines, schedule=schedule, shifts=0)
+
+    def _planned(
+        self, space: Space, samples: int, objective: Objective | None = None, *, memory: float = 1.0
+    ) -> tuple[tuple[Plan, ...], str]:
+        """The best by the search that serve, bound to devices, best first; and why there are none.
+
+        ``samples``: that are in the pipelines at a time. ``memory``: times that of the devices.
+        """
         names = class_names(self._model)
         cluster = class_cluster(self._model, names)
-        fleet = fleet_of(cluster)
+        # What is left for tensors: the search counts nothing else.
+        usable = (max(1, int(memory * self._model.device_memory[d.id].usable_bytes)) for d in cluster.devices)
+        devices = tuple(replace(d, memory_bytes=own) for d, own in zip(cluster.devices, usable, strict=True))
         planner = PaperPlanner(
-            planner=FleetPlanner(fleet=fleet, costs=self._layers(names), global_batch=self.split.samples)
+            planner=FleetPlanner(
+                fleet=fleet_of(replace(cluster, devices=devices)), costs=self._layers(names), global_batch=samples
+            )
         )
 
         def accepts(plan: Plan) -> bool:
             return serves(_kind(plan), self.strategy)
 
         try:
-            found = planner.plan(space=self._space(), accepts=accepts)
-        except InfeasibleError:
-            return ()  # what each device lacks is said of the other candidates
+            found = planner.plan(objective, space=space, accepts=accepts)
+        except InfeasibleError as error:
+            return (), str(error)
         bound = []
         for plan in filter(accepts, (row.plan for row in found.alternatives if row.plan is not None)):
             try:
@@ -78,21 +159,40 @@ class ByClass:
                 continue  # whole nodes of unlike sizes: counts alone do not say whether they can be filled
             # A batch may be too small for a sample for every one of alike pipelines.
             pipelines = tuple(pipeline for pipeline in made.pipelines if pipeline.micro_batches.samples)
+            if space.max_pipelines == 1:
+                pipelines = tuple(map(self._with_all_samples, pipelines))
             bound.append(made.model_copy(update={"pipelines": pipelines}))
-        return tuple(bound[:_MOST])
+        return tuple(bound[:_MOST]), "no pipeline that it finds can be bound to the devices"
+
+    def _with_all_samples(self, pipeline: Pipeline) -> Pipeline:
+        """The only pipeline of a plan, which may be for fewer of them, or for another number of micro-batches."""
+        micro_batches = self.split.micro_batches(self.split.samples, max(pipeline.micro_batches.sizes))
+        return pipeline.model_copy(update={"micro_batches": micro_batches})
+
+    @cached_property
+    def _refiner(self) -> Refiner:
+        return Refiner(model=self._model)
 
     @property
     def _model(self) -> CostModel:
         return self.split.model
 
+    @property
+    def _cuts(self) -> bool:
+        return self.able.allow("several_stages")
+
     def _space(self) -> Space:
-        allowed = self.able.allow
-        return Space(
-            max_stages=Space().max_stages if allowed("several_stages") else 1,
+        """Of alike pipelines, where these must be so, there is one, with a given number of micro-batches."""
+        allowed, count = self.able.allow, self.split.count
+        space = Space(
+            max_stages=Space().max_stages if self._cuts else 1,
             recompute=allowed("recompute"),
             schedules=Space().schedules if allowed("split_backward") else ("1F1B", "GPipe", "Interleaved1F1B"),
             micro_batches=self.split.sizes,
         ).that_runs()
+        if count is None:
+            return space
+        return replace(space, max_pipelines=1, micro_batches=(-(-self.split.samples // count),))
 
     def _layers(self, names: dict[str, str]) -> ClassLayers:
         members: dict[str, list[str]] = {}
@@ -112,12 +212,20 @@ class ByClass:
 
     def _weighed(self, plan: Plan) -> Candidate:
         pipelines = tuple(self._priced(pipeline) for pipeline in plan.pipelines)
-        found = self.split.weighed(_name(plan), _kind(plan), pipelines, schedule=plan.schedule)
-        if found.plan is not None or self.sharding is None:
-            return found
-        whole = plan_of(self._model, self.split.samples, pipelines, plan.schedule)
-        sharded = self.sharding.sharded(replace(found, plan=whole))
-        return found if sharded.plan is None else sharded
+        return self.split.weighed(_name(plan), _kind(plan), pipelines, schedule=plan.schedule)
+
+    def _sharded(self, plans: Sequence[Plan], below_s: float) -> list[Candidate]:
+        """Plans with several pipelines whose optimizer state is sharded, where they would be weighed below so many seconds."""
+        found: list[Candidate] = []
+        for plan in plans if self.sharding is not None else ():
+            pipelines = tuple(self._priced(pipeline) for pipeline in plan.pipelines)
+            whole = plan_of(self._model, self.split.samples, pipelines, plan.schedule)
+            if len(pipelines) > 1 and self.sharding is not None:
+                made, played = predict(self._model, whole, self.split.runs)
+                named = Candidate(name=_name(plan), kind=_kind(plan), plan=made, simulation=played)
+                if named.weighed_s / CLEARLY < below_s:
+                    found.append(self.sharding.sharded(named))
+        return [candidate for candidate in found if candidate.plan is not None]
 
     def _priced(self, pipeline: Pipeline) -> Pipeline:
         """With what sending is worth beside computing, which says how tensors lie."""
@@ -153,5 +261,5 @@ def _name(plan: Plan) -> str:
     if any(stage.recompute for stage in stages):
         told.append("with recompute")
     if deep > 1:
-        told.append(f"with {plan.schedule}")
+        told.append("with an order of its own" if any(p.order for p in plan.pipelines) else f"with {plan.schedule}")
     return ", ".join(told)

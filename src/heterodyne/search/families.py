@@ -19,14 +19,11 @@ from heterodyne.search.bound import all_at_work_s
 from heterodyne.search.by_class import ByClass
 from heterodyne.search.data_parallel import DataParallel
 from heterodyne.search.fit import Fit, fit_devices, runs_of
-from heterodyne.search.line_drafts import LineDrafts
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.offload import offloading, short_of_memory
 from heterodyne.search.parameter_sharding import ParameterSharding
-from heterodyne.search.pipelines import Pipelines
 from heterodyne.search.planned import CLEARLY, CUTTING_PAYS, Candidate, Kind, Strategy
 from heterodyne.search.predict import overflow
-from heterodyne.search.replicas import Replicas
 from heterodyne.search.split import Split
 from heterodyne.search.state_sharding import StateSharding
 from heterodyne.units import format_seconds
@@ -138,21 +135,23 @@ class Families:
         if why_not is not None:
             yield Candidate(name="pieces of the model", kind=self._kind, why_not=why_not)
             return
-        counts = self._counts(found)
-        split = Split(model=self.model, runs=self.runs, samples=self.samples, sizes=self.sizes, count=counts[0])
+        split = self._split(self._counts(found)[0])
         known = [*found]
         if strategy != "pipeline":
             known += split.as_marked()
             yield from known[len(found) :]
-        for number, family in enumerate((self._by_class, self._pipelines, self._splits)):
+        for number, family in enumerate((self._by_class, self._splits)):
             if self._at_work_s / CUTTING_PAYS * _WITHIN >= self._below_s(known):
                 if not number:
                     why = f"takes at least {format_seconds(self._at_work_s)} a step, if no device ever waits"
                     yield Candidate(name="the model cut into stages or parts", kind=self._kind, why_not=why)
                 return
-            own = family(split, counts, self._below_s(known))
+            own = family(found, self._below_s(known))
             known += own
             yield from own
+
+    def _split(self, count: int | None) -> Split:
+        return Split(model=self.model, runs=self.runs, samples=self.samples, sizes=self.sizes, count=count)
 
     @cached_property
     def _at_work_s(self) -> float:
@@ -167,38 +166,24 @@ class Families:
         """Of what stands for all that is cut."""
         return self.strategy if self.strategy in ("pipeline", "split", "context") else "pipeline"
 
-    def _by_class(self, split: Split, counts: _Counts, below_s: float) -> tuple[Candidate, ...]:
-        """By counting devices, and the pipelines beside each other that it has found made anew, each with an order of its own."""
-        if counts != (None,):
-            return ()
-        by_class = ByClass(split=split, able=self.able, strategy=self.strategy, sharding=self._sharding)
-        found = by_class.candidates()
-        if self.strategy in ("split", "context"):
-            return found
-        below_s = min([below_s, *(self.near * c.weighed_s for c in found)])
-        again = Replicas(pipelines=self._lines(None)).candidates(by_class.plans, below_s)
-        return (*found, *again)
-
-    def _pipelines(self, split: Split, counts: _Counts, below_s: float) -> tuple[Candidate, ...]:
-        del split
-        lines: tuple[Candidate, ...] = ()
-        for count in counts if self.strategy in ("auto", "pipeline") else ():
-            lines = self._lines(count).candidates(below_s)
-            if any(c.plan is not None for c in lines):
+    def _by_class(self, found: Sequence[Candidate], below_s: float) -> tuple[Candidate, ...]:
+        """By counting devices, refined for them. Of given numbers of micro-batches the first with which any plan can be."""
+        own: tuple[Candidate, ...] = ()
+        for count in self._counts(found):
+            by_class = ByClass(
+                split=self._split(count), able=self.able, strategy=self.strategy, sharding=self._sharding
+            )
+            own = by_class.candidates(below_s)
+            if any(c.plan is not None for c in own):
                 break
-        return lines
+        return own
 
-    def _lines(self, count: int | None) -> Pipelines:
-        lines = LineDrafts(model=self.model, samples=self.samples, sizes=self.sizes, count=count)
-        return Pipelines(model=self.model, runs=self.runs, lines=lines)
-
-    def _splits(self, split: Split, counts: _Counts, below_s: float) -> tuple[Candidate, ...]:
+    def _splits(self, found: Sequence[Candidate], below_s: float) -> tuple[Candidate, ...]:
         """Of the kinds that are asked for and exact: sequences may be split where weights may not."""
-        del counts
         features: dict[str, Feature] = {"split": "tensor_parallel", "context": "context_parallel"}
         asked = tuple(features) if self.strategy == "auto" else (self.strategy,)
         kinds = [kind for kind in asked if kind in features and self.able.allow(features[kind])]
-        return split.candidates(kinds, below_s)
+        return self._split(self._counts(found)[0]).candidates(kinds, below_s)
 
     def _counts(self, found: Sequence[Candidate]) -> _Counts:
         """Where ops mix the samples of a micro-batch, the number of micro-batches is part of the mathematics: that of data parallelism

@@ -45,6 +45,11 @@ class Fit:
     use_at_one: MemoryUse
     stage: Stage | None = None
 
+    def on(self, device: Device) -> Fit:
+        """The same of a device that is alike in all that counts."""
+        stage = None if self.stage is None else self.stage.model_copy(update={"devices": (device.id,)})
+        return replace(self, device=device, stage=stage)
+
     @property
     def lacks_bytes(self) -> int:
         """What is missing for the smallest allowed micro-batch; 0 if it fits."""
@@ -86,8 +91,12 @@ def fit_devices(
     smallest size asks for, in the way that takes less time. ``state``: the part of the optimizer's state that is on each device.
     """
     tried = sorted({min(size, global_batch_size) for size in sizes})
-    fits = []
+    fits: list[Fit] = []
     for device in model.cluster.devices:
+        like = next((fit for fit in fits if _alike(model, fit.device, device)), None)
+        if like is not None:
+            fits.append(like.on(device))
+            continue
         uses = {size: model.memory_use(device.id, size).with_state(state) for size in {1, *tried}}
         fit = Fit(
             device=device,
@@ -98,6 +107,17 @@ def fit_devices(
         )
         fits.append(fit if fit.sizes else _with_less_kept(model, fit, tried, recompute=recompute, offload=offload))
     return tuple(fits)
+
+
+def _alike(model: CostModel, one: Device, other: Device) -> bool:
+    """Whether two devices are of one kind in one node, with as much memory and the same measurements."""
+    same = (one.kind, one.node, one.memory_bytes, one.backend) == (
+        other.kind,
+        other.node,
+        other.memory_bytes,
+        other.backend,
+    )
+    return same and model.measured(one.id) == model.measured(other.id)
 
 
 def _with_less_kept(model: CostModel, fit: Fit, tried: Sequence[int], *, recompute: bool, offload: bool) -> Fit:

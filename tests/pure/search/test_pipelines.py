@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import pytest
@@ -19,15 +18,10 @@ from heterodyne.plan import MicroBatches, Pipeline, Plan
 from heterodyne.plan.check import violations
 from heterodyne.search.alternatives import alternatives
 from heterodyne.search.explain import paragraph, shares
-from heterodyne.search.fit import fit_devices, runs_of
-from heterodyne.search.line_drafts import LineDrafts, orders
-from heterodyne.search.pipelines import Pipelines
 from heterodyne.search.planned import Planned
 from heterodyne.search.planner import plan
 from heterodyne.search.points import points_of
 from heterodyne.search.predict import plan_of, predict, stage_of
-from heterodyne.search.replicas import Replicas
-from heterodyne.search.tables import Tables
 from pure.build import cluster, graph, linear, profile
 
 BARE = MemoryAssumptions(context_bytes={"cpu": 0}, fragmentation=0.0, block_bytes=0)
@@ -163,14 +157,19 @@ def test_memory_that_one_plan_asks_for_to_the_byte_is_enough() -> None:
     pipeline = Pipeline(micro_batches=MicroBatches((2, 2)), stages=stages, order=order)
     _, played = predict(costs, plan_of(costs, 4, (pipeline,)), {})
     tight = cluster(3, memory=played.peak_bytes)
-    short = replace(costs, cluster=tight)
-    lines = LineDrafts(model=short, samples=4, sizes=(2,))
-    with pytest.raises(InfeasibleError):
-        lines.best(lines.usable)  # which lean upwards
-    found, *_ = Pipelines(model=short, runs={}, lines=lines).candidates(inf)
-    assert found.simulation is not None
+    planned = plan(
+        model,
+        tight,
+        measured,
+        global_batch_size=4,
+        micro_batch_sizes=(2,),
+        strategy="pipeline",
+        memory=BARE,
+        bucket_bytes=4 * 2**20,
+    )
+    assert len(planned.plan.pipelines[0].stages) > 1
     assert all(
-        peak <= device.memory_bytes for peak, device in zip(found.simulation.peak_bytes, tight.devices, strict=True)
+        peak <= device.memory_bytes for peak, device in zip(planned.simulation.peak_bytes, tight.devices, strict=True)
     )
 
 
@@ -276,62 +275,8 @@ def test_the_words_tell_stages_blocks_schedule_and_alternatives() -> None:
     )
 
 
-def test_every_table_is_what_the_cost_model_says_of_that_stage() -> None:
-    """Time to the last digit or so; memory never below."""
-    model, machines = graph(4), cluster(2)
-    measured = profile(model, machines, [linear(1.0), linear(3.0)], optimizer_s=0.5)
-    costs = CostModel(graph=model, cluster=machines, profile=measured, memory=BARE)
-    points = points_of(model, inside=1)
-    tables = Tables(model=costs, points=points)
-    table = tables.table("n0/cpu:1", {2: 3}, 2)
-    compute = costs.compute["n0/cpu:1"]
-    for i, start in enumerate(points.positions):
-        for j, stop in enumerate(points.positions[i + 1 :], start=i + 1):
-            ops = (start, stop)
-            passes = 3 * (compute.seconds("F", ops, 2) + compute.seconds("B", ops, 2))
-            update = costs.update_s("n0/cpu:1", [ops]) + costs.clip_s("n0/cpu:1", [ops])
-            assert table.step_s[i, j] == pytest.approx(passes + update)
-            stage = costs.passes.of("n0/cpu:1", ops, (2,))
-            assert tables.kept("n0/cpu:1", 2)[j] - tables.kept("n0/cpu:1", 2)[i] == pytest.approx(stage.kept_bytes[0])
-
-
 def test_the_points_are_borders_of_blocks_and_alike_inside_alike_blocks() -> None:
     model = graph(4)
     assert points_of(model).positions == (0, *(block.start for block in model.blocks[1:]), len(model.ops))
     inside = set(points_of(model, inside=3).positions) - set(points_of(model).positions)
     assert inside == {block.start + 1 for block in model.blocks if block.kind == "layer"}
-
-
-def test_alike_devices_are_one_line() -> None:
-    ids = ("a", "b", "c", "d")
-    alike = dict.fromkeys(ids, 0)
-    same = dict.fromkeys(ids, 1)
-    assert len(orders(ids, alike, same, same)) == 1
-    unlike = {name: number for number, name in enumerate(ids)}
-    assert len(orders(ids, unlike, same, same)) == 24
-
-
-def test_a_pipeline_without_samples_is_left_out_of_those_that_are_cut_again() -> None:
-    """A plan for classes may have one, which holds nothing but a part of the optimizer's state."""
-    model, machines = graph(6), cluster(4, link=LINK)
-    measured = profile(model, machines, [linear(1.0)] * 4)
-    costs = CostModel(graph=model, cluster=machines, profile=measured, memory=BARE)
-    runs = runs_of(costs, fit_devices(costs, (1, 2), 6))
-    lines = LineDrafts(model=costs, samples=6, sizes=(1, 2))
-    ids, ops = [device.id for device in machines.devices], len(model.ops)
-    shares = [((ids[0], ids[1]), (2, 2)), ((ids[2],), (2,)), ((ids[3],), ())]
-    drawn = tuple(
-        Pipeline(
-            micro_batches=MicroBatches(sizes),
-            stages=tuple(
-                stage_of((ops * n // len(on), ops * (n + 1) // len(on)), (device,)) for n, device in enumerate(on)
-            ),
-        )
-        for on, sizes in shares
-    )
-    (found,) = Replicas(pipelines=Pipelines(model=costs, runs=runs, lines=lines)).candidates(
-        [plan_of(costs, 6, drawn)], inf
-    )
-    assert found.plan is not None
-    assert [pipeline.micro_batches.samples > 0 for pipeline in found.plan.pipelines] == [True, True]
-    assert found.plan.idle == (ids[3],)
