@@ -21,7 +21,6 @@ from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.plan import Pipeline, Plan, Stage
 from heterodyne.search.by_speed import shares_by
 from heterodyne.search.classes import class_cluster, class_names
-from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.written import PaperPlanner
@@ -38,8 +37,8 @@ _MOST = 3
 """Plans that are simulated."""
 _MOST_PLAYED = 4
 """Orders of one plan that are simulated."""
-_LEANS = 2.0
-"""Times its memory, up to which a device may be thought to be filled where the simulation decides."""
+_LEANS, _HALVINGS = 2.0, 4
+"""Times its memory, up to which a device may be thought to be filled where the simulation decides; the least of it is bisected."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +60,11 @@ class ByClass:
         plans, why_not = self._planned(self._space(), self.split.samples)
         weighed = [self._weighed(plan) for plan in plans]
         possible = [candidate for candidate in weighed if candidate.plan is not None]
+        lacking = [plan for plan, candidate in zip(plans, weighed, strict=True) if candidate.plan is None]
+        possible += self._sharded(lacking, min([below_s, *(c.weighed_s for c in possible)]))
         possible += [turns for candidate in possible for turns in self.split.overlapped(candidate)]
         found = [min(possible, key=lambda c: c.weighed_s)] if possible else weighed[:1]
         refined = self._refined(plans, min([below_s, *(c.weighed_s for c in found)]))
-        if not possible:
-            found = self._sharded(plans, min([below_s, *(c.weighed_s for c in refined)]))[:1] or found
         if below_s == inf and not any(c.plan is not None for c in (*found, *refined)):
             refined = self._lean()
         found += [min(refined, key=lambda c: c.weighed_s)] if refined else []
@@ -103,12 +102,18 @@ class ByClass:
     def _lean(self) -> list[Candidate]:
         """Where nothing fits: of pipelines with one micro-batch at a time those that take the least part of each device's memory.
 
-        What is estimated of memory leans upwards, so more is allowed, and the simulation decides.
+        What is estimated of memory leans upwards, so more is allowed, as little as gives any, and the simulation decides.
         """
         found: list[Candidate] = []
         for size in self.split.sizes:
             space = replace(self._space(), max_pipelines=1, micro_batches=(size,), schedules=("1F1B",))
-            for plan in self._planned(space, size, Objective(goal="memory"), memory=_LEANS)[0]:
+            low, high = 1.0, _LEANS
+            plans = self._planned(space, size, memory=high)[0]
+            for _ in range(_HALVINGS if plans else 0):
+                middle = (low + high) / 2
+                fewer = self._planned(space, size, memory=middle)[0]
+                low, high, plans = (low, middle, fewer) if fewer else (middle, high, plans)
+            for plan in plans:
                 for schedule, pipelines in islice(self._refiner.plans(plan), _MOST_PLAYED):
                     found.append(self._played(pipelines, schedule))
                 found += [self._played((self._refiner.leanest(p),), "1F1B") for p in plan.pipelines]
@@ -126,9 +131,7 @@ class ByClass:
         plan = plan_of(self._model, self.split.samples, pipelines, schedule)
         return self.split.weighed(_name(plan), _kind(plan), pipelines, schedule=schedule, shifts=0)
 
-    def _planned(
-        self, space: Space, samples: int, objective: Objective | None = None, *, memory: float = 1.0
-    ) -> tuple[tuple[Plan, ...], str]:
+    def _planned(self, space: Space, samples: int, *, memory: float = 1.0) -> tuple[tuple[Plan, ...], str]:
         """The best by the search that serve, bound to devices, best first; and why there are none.
 
         ``samples``: that are in the pipelines at a time. ``memory``: times that of the devices.
@@ -148,7 +151,7 @@ class ByClass:
             return serves(_kind(plan), self.strategy)
 
         try:
-            found = planner.plan(objective, space=space, accepts=accepts)
+            found = planner.plan(space=space, accepts=accepts)
         except InfeasibleError as error:
             return (), str(error)
         bound = []
