@@ -21,6 +21,7 @@ from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.plan import Pipeline, Plan, Stage
 from heterodyne.search.by_speed import shares_by
 from heterodyne.search.classes import class_cluster, class_names
+from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.written import PaperPlanner
@@ -102,7 +103,7 @@ class ByClass:
     def _lean(self) -> list[Candidate]:
         """Where nothing fits: of pipelines with one micro-batch at a time those that take the least part of each device's memory.
 
-        What is estimated of memory leans upwards, so more is allowed, as little as gives any, and the simulation decides.
+        What is estimated of memory leans upwards, so more is allowed, and the simulation decides.
         """
         found: list[Candidate] = []
         for size in self.split.sizes:
@@ -113,7 +114,8 @@ class ByClass:
                 middle = (low + high) / 2
                 fewer = self._planned(space, size, memory=middle)[0]
                 low, high, plans = (low, middle, fewer) if fewer else (middle, high, plans)
-            for plan in plans:
+            fullest = self._planned(space, size, Objective(goal="memory"), memory=_LEANS)[0]
+            for plan in (*plans, *fullest):
                 for schedule, pipelines in islice(self._refiner.plans(plan), _MOST_PLAYED):
                     found.append(self._played(pipelines, schedule))
                 found += [self._played((self._refiner.leanest(p),), "1F1B") for p in plan.pipelines]
@@ -131,7 +133,9 @@ class ByClass:
         plan = plan_of(self._model, self.split.samples, pipelines, schedule)
         return self.split.weighed(_name(plan), _kind(plan), pipelines, schedule=schedule, shifts=0)
 
-    def _planned(self, space: Space, samples: int, *, memory: float = 1.0) -> tuple[tuple[Plan, ...], str]:
+    def _planned(
+        self, space: Space, samples: int, objective: Objective | None = None, *, memory: float = 1.0
+    ) -> tuple[tuple[Plan, ...], str]:
         """The best by the search that serve, bound to devices, best first; and why there are none.
 
         ``samples``: that are in the pipelines at a time. ``memory``: times that of the devices.
@@ -151,7 +155,7 @@ class ByClass:
             return serves(_kind(plan), self.strategy)
 
         try:
-            found = planner.plan(space=space, accepts=accepts)
+            found = planner.plan(objective, space=space, accepts=accepts)
         except InfeasibleError as error:
             return (), str(error)
         bound = []
