@@ -22,8 +22,7 @@ __all__ = ["Kept", "Root", "defaults_of", "functions_of", "kept_by", "root_of", 
 _DEEPEST = 3
 _MOST_ENTRIES = 10_000  # a longer container holds data
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_MODULES = frozenset(vars(nn.Module()))
-
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 
 Root: TypeAlias = str | tuple[str, int] | tuple[int, str]
 """Where a walk through what a model keeps begins, alike in all copies: the path of a module; that, and the number of one of its classes;
@@ -186,19 +185,22 @@ def defaults_of(function: FunctionType) -> tuple[Any, ...]:
 def _with_entries(kept: Kept, depth: int, seen: set[int]) -> Iterator[Kept]:
     yield kept
     value = kept.value
-    held = None if depth == 0 or id(value) in seen else _held(value)
+    held = list(value) if isinstance(value, tuple) else _held(value)
+    held = None if depth == 0 or id(value) in seen else held
     if held is None or len(held) > _MOST_ENTRIES:
         return
     seen.add(id(value))
     if isinstance(value, set):
         return
-    in_brackets = isinstance(value, dict | list | deque)
+    in_brackets = isinstance(value, dict | list | tuple | deque)
     entries = list(held.items() if isinstance(held, dict) else enumerate(held))
     if not in_brackets and not isinstance(value, type | MethodType):
         entries.append(("__class__", type(value)))
     for key, entry in entries:
-        owner = type(value.__self__).__name__ if isinstance(value, MethodType) else f"{kept.name}.{key}"
-        name = f"{kept.name}[{key!r}]" if in_brackets else owner
+        if key == "__class__" or isinstance(value, MethodType):
+            name = entry.__name__ if isinstance(entry, type) else type(entry).__name__
+        else:
+            name = f"{kept.name}[{key!r}]" if in_brackets else f"{kept.name}.{key}"
         inner = Kept(name=name, holder=value, key=key, value=entry, root=kept.root, outer=kept, module=kept.module)
         yield from _with_entries(inner, depth - 1, seen)
 

@@ -157,6 +157,18 @@ def test_what_hooks_write_around_the_model_has_no_value_either() -> None:
     assert float(stats["mean"]) == pytest.approx(float(recorder.last))  # type: ignore[arg-type]
 
 
+def _in_a_tuple(model: Leaves, y: Tensor) -> Tensor:
+    model.state = (y.detach().mean(), 1)  # type: ignore[assignment]
+    return y
+
+
+def test_a_tuple_with_what_depends_on_the_batch_has_no_value() -> None:
+    model = Leaves(_in_a_tuple)
+    after_step(model)
+    with pytest.raises(PlanError, match="'state"):
+        model.state[0].item()  # type: ignore[index]
+
+
 def _counts_in_a_list(model: Leaves, y: Tensor) -> Tensor:
     model.kept.append(y.shape[1])  # type: ignore[arg-type]
     return y
