@@ -17,6 +17,7 @@ from heterodyne.frontend.arguments import argument, mutates, operator_name
 from heterodyne.frontend.faults import line_of
 
 __all__ = [
+    "PLAIN",
     "Looked",
     "place_of",
     "refuse_changes",
@@ -24,7 +25,8 @@ __all__ = [
     "refuse_new_buffers",
 ]
 
-_PLAIN = (int, float, str)
+PLAIN = (int, float, str)
+"""Types of numbers and words."""
 _WHY = (
     "which the model keeps for the next forward. Each device sees only its own samples, in micro-batches of its own, so the copies would "
     "drift apart. Change it outside of forward, once a step; BatchNorm is the one exception that is known."
@@ -84,7 +86,7 @@ class Looked:
     def counted(self, before: Looked) -> list[Kept]:
         """Return the numbers and words that are others than before, but those in containers that are longer than before."""
         longer = {id(kept.value) for kept in self.longer(before)}
-        return [k for k in self.changed(before) if isinstance(k.value, _PLAIN) and id(k.holder) not in longer]
+        return [k for k in self.changed(before) if isinstance(k.value, PLAIN) and id(k.holder) not in longer]
 
     def longer(self, before: Looked) -> list[Kept]:
         """Return the lists, sets and dicts that have more entries than before."""
@@ -102,7 +104,7 @@ def _is_other(before: Kept | None, now: Kept) -> bool:
     value = now.value
     if isinstance(value, Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
         return before is None or before.value is not value
-    if not isinstance(value, _PLAIN):
+    if not isinstance(value, PLAIN):
         return False
     if before is None or type(before.value) is not type(value):
         return True

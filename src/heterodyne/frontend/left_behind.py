@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from heterodyne.around_model import Kept, Root, defaults_of, functions_of, root_of
 from heterodyne.code_read import is_filled
 from heterodyne.errors import PlanError
-from heterodyne.frontend.changes import Looked, place_of, refuse_kept
+from heterodyne.frontend.changes import PLAIN, Looked, place_of, refuse_kept
 
 __all__ = ["Left", "SetByForward", "left_behind", "set_anew"]
 
@@ -130,7 +130,7 @@ def left_behind(model: nn.Module, before: Looked, run: Run, data: Iterable[Tenso
         run(0)
     first = Looked(model, functions)
     changed = first.changed(before)
-    left = [kept for kept in changed if not isinstance(kept.value, int | float | str)]
+    left = [kept for kept in changed if not isinstance(kept.value, PLAIN)]
     of_data = [k for k in left if not isinstance(k.value, Tensor) or "data" in flow.of(k.value)]
     for kept in of_data:
         if isinstance(kept.value, Tensor):
@@ -143,7 +143,7 @@ def left_behind(model: nn.Module, before: Looked, run: Run, data: Iterable[Tenso
         refuse_kept(kept)
     longer = second.longer(first) if first.longer(before) else []
     growing = {id(kept.value) for kept in longer}
-    numbers = [k for k in changed if isinstance(k.value, int | float | str) and id(k.holder) not in growing]
+    numbers = [k for k in changed if isinstance(k.value, PLAIN) and id(k.holder) not in growing]
     if numbers:
         run(1)
     sized = {place_of(kept) for kept in Looked(model, functions).counted(second)} if numbers else set()
