@@ -66,14 +66,18 @@ class Compared:
 
 def disagreement(communicator: Communicator, changes: Iterable[Change]) -> PlanError:
     """Return what to say of changes that not all ranks have made. Collective."""
-    of_all: list[set[str]] = communicator.all_gather_object(set(map(str, changes)))
-    alone = sorted(of_all[0].union(*of_all) - of_all[0].intersection(*of_all))
-    ranks = [rank for rank, of in enumerate(of_all) if alone and alone[0] in of]
-    what = alone[0] if alone else "something that forward or loss reads was changed"
-    return PlanError(
-        f"{what}, on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} alone: the ranks would train different "
-        "models. Change what forward and loss read alike on every rank, before the same step (no 'if rank == 0')"
-    )
+    of_all: list[dict[str, str]] = communicator.all_gather_object({change.name: str(change) for change in changes})
+    unlike = sorted(name for name in set().union(*of_all) if len({of.get(name) for of in of_all}) > 1)
+    name = next((name for name in unlike if any(name not in of for of in of_all)), unlike[0] if unlike else "")
+    ranks = [rank for rank, of in enumerate(of_all) if name in of]
+    if name and len(ranks) == len(of_all):
+        where = "and each rank has another value"
+        cause = "Where forward or a hook computes it, each rank does so of its own samples: keep it out of what forward reads"
+    else:
+        where = f"on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} alone" if name else "not alike on all ranks"
+        cause = "Change what forward and loss read alike on every rank, before the same step (no 'if rank == 0')"
+    what = of_all[ranks[0]][name] if name else "something that forward or loss reads was changed"
+    return PlanError(f"{what}, {where}: the ranks would train different models. {cause}")
 
 
 def _sums(changes: Iterable[Change]) -> tuple[int, int, int]:
