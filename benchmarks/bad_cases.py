@@ -356,8 +356,10 @@ def of_odd_file(draw: Draw) -> Case:
         odd={name: kind},
         names=(name, Path(name).name, Path(name).parent.name, "data", "model", "checkpoint", "run"),
         equals_whole=command is RESUME,
-        # A report shows what can be read, and a run goes on from an earlier checkpoint.
-        refused=name.partition("/")[0] not in ("run", "hf") and kind != "huge",
+        # A report shows what can be read, a run goes on from an earlier checkpoint, and any bytes are a text.
+        refused=name.partition("/")[0] not in ("run", "hf")
+        and kind != "huge"
+        and (name, kind) != ("text.txt", "letters"),
     )
 
 

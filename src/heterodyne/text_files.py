@@ -87,6 +87,16 @@ def _require_regular(mode: int, path: Path | str) -> None:
 
 
 @contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Say which file an OSError of a write is about, which has none (a disk that is full)."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextlib.contextmanager
 def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
     """Where to write a file: beside ``path``, whose place it takes at the end, so that an interrupted or failed write changes nothing.
 
@@ -97,14 +107,16 @@ def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
     if path.exists() and (not path.is_file() or path.absolute().is_relative_to("/dev")):
         if path.is_fifo():
             os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))  # where nobody reads, this fails in place of waiting
-        yield path
+        with _named(path):
+            yield path
         return
     target = Path(os.path.realpath(path))  # of a link to itself, resolve() raises no OSError
     partial = target.with_name(f"{target.name}.partial-{secrets.token_hex(4)}")
     try:
         if private:
             partial.touch(mode=0o600)
-        yield partial
+        with _named(path):
+            yield partial
         if target.exists() and not private:
             shutil.copymode(target, partial)
         partial.replace(target)

@@ -269,7 +269,7 @@ def _train(
     if found is not None:
         with told_while_building(session, prepared):
             trainer.resume(found, same_plan=same_plan)
-    with orderly_stop(session.say) as stop:
+    with orderly_stop("the beginning of training", LONGEST_PHASE_S, session.say) as stop:
         with rescued_if_memory_ends(session, trainer.rescue):
             outcome = trainer.train()
         stop.begin("what is left of the run: its weights and its report", LONGEST_PHASE_S)

@@ -88,21 +88,24 @@ def stop_requests() -> Iterator[StopRequest]:
 
 
 @contextmanager
-def orderly_stop(say: Callable[[str], None]) -> Iterator[StopRequest]:
+def orderly_stop(words: str, most_s: float, say: Callable[[str], None]) -> Iterator[StopRequest]:
     """As `stop_requests`, for work that is ended in good order: after a signal it is said every few seconds what is finished first, a
     launcher that asked is told to wait, and a second signal ends the process at once.
 
     A thread does so, since the main thread may be in a step for long.
 
     Args:
+        words, most_s: what is under way first (`StopRequest.begin`).
         say: takes each line for people, from that thread.
     """
     if _open or threading.current_thread() is not threading.main_thread():
         with stop_requests() as request:
+            request.begin(words, most_s)
             yield request
         return
     heard, told = socket.socketpair()
     with heard, told, stop_requests() as request:
+        request.begin(words, most_s)
         told.setblocking(False)
         before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
         listener = threading.Thread(target=_listen, args=(heard, request, say), name="heterodyne-stop", daemon=True)
@@ -155,8 +158,7 @@ def _end_at_once(number: signal.Signals) -> None:
 def finished_first(words: str, most_s: float, say: Callable[[str], None]) -> Iterator[None]:
     """A signal that asks to stop is obeyed at the end of the block, which is ``words`` for people and may take ``most_s`` seconds."""
     nested = bool(_open)
-    with orderly_stop(say) as request:
-        request.begin(words, most_s)
+    with orderly_stop(words, most_s, say) as request:
         try:
             yield
         finally:

@@ -256,7 +256,7 @@ class Trainer:
         forget_peak_memory(self._worker.device)
         sinks = self._open_sinks()
         try:
-            with orderly_stop(self._say_first) as stop:
+            with orderly_stop("the beginning of training", _FIRST_STEP_S, self._say_first) as stop:
                 interrupted = self._loop(stop, sinks)
                 stop.begin("the last checkpoint", _CHECKPOINT_S)
                 if self._saved != self._done:

@@ -74,7 +74,11 @@ def disagreement(communicator: Communicator, changes: Iterable[Change]) -> PlanE
         where = "and each rank has another value"
         cause = "Where forward or a hook computes it, each rank does so of its own samples: keep it out of what forward reads"
     else:
-        where = f"on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} alone" if name else "not alike on all ranks"
+        where = (
+            f"on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} alone"
+            if name
+            else "not alike on all ranks"
+        )
         cause = "Change what forward and loss read alike on every rank, before the same step (no 'if rank == 0')"
     what = of_all[ranks[0]][name] if name else "something that forward or loss reads was changed"
     return PlanError(f"{what}, {where}: the ranks would train different models. {cause}")
