@@ -133,21 +133,15 @@ def _texts(value: object) -> str | None:
 
 
 def _optimizer(value: Any) -> str | None:
-    if _is_a(value, "torch.optim.optimizer.Optimizer"):
-        name, rate = type(value).__name__, value.param_groups[0].get("lr")
-        return (
-            f", which is made already; each rank makes one of the parameters that it holds, so pass the function that makes it: "
-            f"optimizer=lambda parameters: {name}(parameters, lr={rate}), or with groups by name "
-            f"optimizer=lambda named_parameters: {name}(...)"
-        )
     if _is_a(value, "torch.optim.lr_scheduler.LRScheduler"):
         return ", a scheduler of the rate; make it of trainer.optimizer, and step it on every rank"
     if isinstance(value, type):
         known = any(f"{of.__module__}.{of.__qualname__}" == "torch.optim.optimizer.Optimizer" for of in value.__mro__)
         return None if known else ", which is none of torch.optim"
-    if _is_a(value, "heterodyne.job.OptimizerSection") or callable(value):
+    made = _is_a(value, "torch.optim.optimizer.Optimizer") or _is_a(value, "heterodyne.job.OptimizerSection")
+    if made or callable(value):
         return None
-    return "; it is an OptimizerSection(name='adamw', lr=...), or a function that makes an optimizer from parameters"
+    return "; it is an optimizer of torch.optim, a function that makes one from parameters, or an OptimizerSection(name='adamw', lr=...)"
 
 
 def _loss(value: Any) -> str | None:

@@ -118,8 +118,10 @@ def start(world: World, model: nn.Module, plan: Plan, found: ModelGraph, **more:
 
 def loop(world: World, found: ModelGraph, plan: Plan, folder: str) -> dict[str, Any]:
     model = Labelled()
-    with start(world, model, plan, found, run_dir=Path(folder) / "run") as trainer:
-        scheduler = torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1, gamma=0.5)
+    optimizer = adamw(model.named_parameters())  # as a script has them before
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    with start(world, model, plan, found, optimizer=optimizer, run_dir=Path(folder) / "run") as trainer:
+        assert optimizer.state is trainer.optimizer.state
         losses = []
         for step in range(STEPS):
             losses.append(trainer.step(batch_of(SAMPLES, step)).loss)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from heterodyne.api.as_it_is import AsItIs
 from heterodyne.api.capturing import capture_everywhere
@@ -21,6 +22,7 @@ from heterodyne.api.loop.batches import BatchLike, batch_format
 from heterodyne.api.loop.callbacks import Callback
 from heterodyne.api.loop.model_with_loss import LossFunction, with_loss
 from heterodyne.api.loop.names import Names
+from heterodyne.api.loop.remade_optimizer import remade, take_over
 from heterodyne.api.loop.run_records import RunRecords, open_run
 from heterodyne.api.loop.weights_back import WeightsAtEnd
 from heterodyne.api.loop.whole import copies_of, whole_model
@@ -57,7 +59,7 @@ def distribute(
     loss: LossFunction | None = None,
     loss_inputs: Sequence[str] = (),
     shared: Sequence[str] = (),
-    optimizer: OptimizerSection | OptimizerFactory | None = None,
+    optimizer: Optimizer | OptimizerFactory | OptimizerSection | None = None,
     plan: Plan | Path | str = "auto",
     global_batch_size: int | None = None,
     micro_batch_sizes: Sequence[int] | Literal["auto"] = "auto",
@@ -94,9 +96,10 @@ def distribute(
         loss_inputs: entries of a mapping that the model is not called with though it would accept them, such as ``("labels",)``.
         shared: entries of the batch that all samples share, such as ``("mask",)``: every device gets them whole. Those whose dim 0 is not
             of the batch size are known to be such. A tensor of a tuple goes by the name that forward gives it.
-        optimizer: a section as in a job file (AdamW with its defaults if None), or a function from parameters to an optimizer, whose
-            rate stays its own; it gets ``(name, parameter)`` pairs if its first argument is called ``named_parameters``. The planner
-            takes the latter for an AdamW.
+        optimizer: of torch.optim, made of the model's parameters: it becomes that of the rank, so the script's schedulers and hooks go
+            on with it; or a function from parameters to an optimizer, which gets ``(name, parameter)`` pairs if its first argument is
+            called ``named_parameters``. The planner takes both for an AdamW. Or a section as in a job file (AdamW with its defaults if
+            None).
         plan: a strategy (``auto``, ``data``, ``pipeline``, ``split``, ``context``, ``equal``, ``fastest``; see a job's section
             ``parallelism``), a Plan, or the path of one.
         global_batch_size: samples of a step; None: those of the example.
@@ -164,7 +167,10 @@ def distribute(
                 f"the loss has weights of its own ({', '.join(own[:3])}): the optimizer gets them with those of the model, and no other "
                 "optimizer is needed for them"
             )
-        factory = None if isinstance(chosen, OptimizerSection) else Names(module).of_factory(chosen)
+        if isinstance(chosen, OptimizerSection):
+            factory = None
+        else:
+            factory = remade(chosen, module) if isinstance(chosen, Optimizer) else Names(module).of_factory(chosen)
         settings = Settings(
             global_batch_size=global_batch_size or size or as_source(example, captured.graph).size,
             precision=precisions,
@@ -209,6 +215,8 @@ def distribute(
             compile=compile,
             whole_weights=settings.reach.reach != "element",
         )
+        if isinstance(chosen, Optimizer):
+            take_over(chosen, worker.optimizer)
         if running is not module and not compile and not worker.runs_compiled:
             here.say(
                 "the model is compiled, and its compiled code does not run: the plan runs pieces of its graph, or dropout or BatchNorm are "

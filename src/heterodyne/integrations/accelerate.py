@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from heterodyne.api import Distributed, distribute
+from heterodyne.api.loop.remade_optimizer import follow, remade
 from heterodyne.api.session import LONGEST_PHASE_S
 from heterodyne.errors import HeterodyneError
 from heterodyne.integrations.first_batch import first_batch
-from heterodyne.integrations.remade_optimizer import follow, remade
 from heterodyne.integrations.spent_gradients import mark_spent, take_away_spent
 from heterodyne.runtime.weights.parameter_groups import options_of
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from torch.optim import Optimizer
+
 from heterodyne.errors import HeterodyneError, JobError
 from heterodyne.job import OptimizerSection
 from heterodyne.plan.plan import Plan
@@ -27,8 +29,8 @@ def require_sound_together(arguments: Mapping[str, Any]) -> None:
 
 
 def chosen_optimizer(
-    optimizer: OptimizerSection | OptimizerFactory | None, total_steps: int | None
-) -> OptimizerSection | OptimizerFactory:
+    optimizer: OptimizerSection | OptimizerFactory | Optimizer | None, total_steps: int | None
+) -> OptimizerSection | OptimizerFactory | Optimizer:
     """What trains: a rate that follows a schedule only where its length is known, a constant one else.
 
     Raises HeterodyneError for a section that asks for a schedule whose length nobody says.

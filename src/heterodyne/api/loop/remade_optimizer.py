@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from heterodyne.errors import HeterodyneError
 from heterodyne.runtime.weights.parameter_groups import options_of
 
-__all__ = ["by_name", "by_number", "follow", "remade"]
+__all__ = ["by_name", "by_number", "follow", "remade", "take_over"]
 
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def remade(optimizer: Optimizer, model: nn.Module) -> Callable[..., Optimizer]:
-    """Makes the same optimizer, with the same groups, of the parameters that a rank holds.
+    """Return a function that makes the same optimizer, with the same groups, of the parameters that a rank holds.
 
     Its class is called with what its groups say, so each argument of the class must be an option of a group, as in torch.optim.
     Raises HeterodyneError for another class, and for an optimizer that has made a step.
@@ -34,6 +34,11 @@ def remade(optimizer: Optimizer, model: nn.Module) -> Callable[..., Optimizer]:
             "its groups: pass a function that makes it, hd.distribute(optimizer=lambda parameters: ...)"
         )
     of = {parameter: name for name, parameter in model.named_parameters()}
+    if foreign := sum(p not in of for group in optimizer.param_groups for p in group["params"]):
+        raise HeterodyneError(
+            f"{kind.__name__} has {foreign} parameter(s) that neither the model nor its loss has: make it of those of the model that is "
+            "distributed, as it is then"
+        )
     groups = [
         ({of[p] for p in group["params"]}, {name: value for name, value in group.items() if name in options})
         for group in optimizer.param_groups
@@ -51,6 +56,19 @@ def follow(real: Optimizer, script: Optimizer) -> None:
     """Give the optimizer of the rank the rates and options that the script's own has now, as its schedulers set them."""
     for group, chosen in zip(real.param_groups, script.param_groups, strict=True):
         group.update(options_of(chosen))
+
+
+def take_over(script: Optimizer, real: Optimizer) -> None:
+    """Make the script's optimizer that of the rank: they share groups, state and hooks from now on, so schedulers, ``state_dict()`` and
+    ``zero_grad()`` of the script's are those of the rank's.
+    """
+    follow(real, script)
+    for name, value in vars(script).items():
+        if name.endswith("_hooks"):
+            vars(real)[name].update(value)
+        elif name not in ("param_groups", "state"):  # defaults; and what schedulers and hooks have set
+            vars(real)[name] = value
+    script.__dict__ = vars(real)
 
 
 def by_number(state: Mapping[str, Any], groups: Sequence[Sequence[str]], optimizer: Optimizer) -> dict[str, Any]:
