@@ -1,9 +1,9 @@
 """The menu from which a device that lacks memory chooses which activations it does not keep: recompute, or host offload.
 
 A block that gives relief frees its activations in each micro-batch in flight, and costs seconds. A device takes the least seconds a byte
-first, until the rest fits: by convexity that is a knapsack solved well. What recomputed ops keep is one more choice, made for all alike
-blocks at once: those that save most seconds per byte first, as many as turn out best, then one more or one less while that is better.
-Keeping nothing is one of the choices, so whatever can fit does.
+first, until the rest fits: the greedy solution of a knapsack of many small things. What recomputed ops keep is one more choice, made for
+all alike blocks at once: those that save most seconds per byte first, as many as turn out best, then one more or one less while that is
+better. Keeping nothing is one of the choices, so whatever can fit does.
 """
 
 from __future__ import annotations
