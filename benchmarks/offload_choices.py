@@ -44,9 +44,9 @@ from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.host_heap import keep_freed_memory
 from heterodyne.runtime.stages import host_link
 from heterodyne.runtime.worker import Worker
-from heterodyne.search.hosted import hosted
 from heterodyne.search.planner import plan as search_plan
 from heterodyne.search.predict import plan_of, stage_of
+from heterodyne.search.relief import with_relief
 from multiprocess.pool import Pool, World, accelerator
 from multiprocess.work import cluster_of
 
@@ -268,7 +268,7 @@ def other_way(
     device = cluster.devices[0].id
     plain = Pipeline(micro_batches=MicroBatches((SAMPLES,)), stages=(stage_of((0, len(graph.ops)), (device,)),))
     lacking = int(max(0.2, case.lacks) * model.memory_use(device, SAMPLES).activations)
-    return plan_of(model, SAMPLES, (hosted(model, plain, {device: lacking}, [1]),))
+    return plan_of(model, SAMPLES, (with_relief(model, plain, {device: lacking}, [1], {}, ("host",)),))
 
 
 def said(plan: Plan) -> str:

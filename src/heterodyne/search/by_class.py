@@ -25,12 +25,12 @@ from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.written import PaperPlanner
-from heterodyne.search.hosted import reloading
 from heterodyne.search.planned import CLEARLY, CUTTING_PAYS, Candidate, Kind, Strategy, serves
 from heterodyne.search.predict import plan_of, predict, with_stages
 from heterodyne.search.refine import Refiner
+from heterodyne.search.relief import reloading
+from heterodyne.search.sharding import Sharding
 from heterodyne.search.split import Split
-from heterodyne.search.state_sharding import StateSharding
 
 __all__ = ["ByClass"]
 
@@ -51,7 +51,7 @@ class ByClass:
     split: Split
     able: Capabilities
     strategy: Strategy = "auto"
-    sharding: StateSharding | None = None
+    sharding: Sharding | None = None
 
     def candidates(self, below_s: float = inf) -> tuple[Candidate, ...]:
         """Simulated: the fastest as the class search finds them, the fastest of those that are refined, and an even cut.
@@ -127,11 +127,11 @@ class ByClass:
         size = self.split.sizes[0] if best is None else max(max(p.micro_batches.sizes) for p in best.pipelines)
         micro_batches = self.split.micro_batches(self.split.samples, size)
         pipeline = self._refiner.cuts.even([device.id for device in self._model.cluster.devices], micro_batches)
-        return self.split.weighed("an even cut with 1F1B", "even", (pipeline,), shifts=0)
+        return self.split.weighed("an even cut with 1F1B", "even", (pipeline,), shifts=False)
 
     def _played(self, pipelines: tuple[Pipeline, ...], schedule: str) -> Candidate:
         plan = plan_of(self._model, self.split.samples, pipelines, schedule)
-        return self.split.weighed(_name(plan), _kind(plan), pipelines, schedule=schedule, shifts=0)
+        return self.split.weighed(_name(plan), _kind(plan), pipelines, schedule=schedule, shifts=False)
 
     def _planned(
         self, space: Space, samples: int, objective: Objective | None = None, *, memory: float = 1.0
@@ -231,7 +231,7 @@ class ByClass:
                 made, played = predict(self._model, whole, self.split.runs)
                 named = Candidate(name=_name(plan), kind=_kind(plan), plan=made, simulation=played)
                 if named.weighed_s / CLEARLY < below_s:
-                    found.append(self.sharding.sharded(named))
+                    found.append(self.sharding.of_state(named))
         return [candidate for candidate in found if candidate.plan is not None]
 
     def _priced(self, pipeline: Pipeline) -> Pipeline:

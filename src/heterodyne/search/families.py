@@ -20,12 +20,13 @@ from heterodyne.search.by_class import ByClass
 from heterodyne.search.data_parallel import DataParallel
 from heterodyne.search.fit import Fit, fit_devices, runs_of
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
-from heterodyne.search.offload import offloading, short_of_memory
+from heterodyne.search.offload import offloading
 from heterodyne.search.parameter_sharding import ParameterSharding
 from heterodyne.search.planned import CLEARLY, CUTTING_PAYS, Candidate, Kind, Strategy
 from heterodyne.search.predict import overflow
+from heterodyne.search.relief import ACTIONS, Action
+from heterodyne.search.sharding import Sharding
 from heterodyne.search.split import Split
-from heterodyne.search.state_sharding import StateSharding
 from heterodyne.units import format_seconds
 
 __all__ = ["Families"]
@@ -56,14 +57,9 @@ class Families:
 
     @cached_property
     def fits(self) -> tuple[Fit, ...]:
-        allowed = self.able.allow
-        return fit_devices(
-            self.model,
-            self.sizes,
-            self.samples,
-            recompute=allowed("recompute"),
-            offload=allowed("activation_offload"),
-        )
+        features: dict[Action, Feature] = {"recompute": "recompute", "host": "activation_offload"}
+        actions = tuple(action for action in ACTIONS if self.able.allow(features[action]))
+        return fit_devices(self.model, self.sizes, self.samples, actions=actions)
 
     @cached_property
     def runs(self) -> dict[str, MicroBatchChoice]:
@@ -80,11 +76,10 @@ class Families:
         return (*found, *(() if sharding is None else sharding.of_plans(found)))
 
     @cached_property
-    def _sharding(self) -> StateSharding | None:
+    def _sharding(self) -> Sharding | None:
         if not self.sharded or not self.able.allow("state_sharding") or self.able.whole_weights:
             return None
-        bare = fit_devices(self.model, self.sizes, self.samples, recompute=False, offload=False, state=0)
-        return StateSharding(model=self.model, runs=self._beside_others, fits=bare, samples=self.samples)
+        return Sharding(model=self.model, runs=self._beside_others)
 
     def _whole_models(self) -> Iterator[Candidate]:
         # Pipelines take larger parts of the batch, so where that is mathematics they cannot be compared with whole models.
@@ -92,7 +87,8 @@ class Families:
             return
         yield from self._replicas[1]
         if self._sharding is not None:
-            yield from self._sharding.of_whole_models(self._of_data)
+            bare = fit_devices(self.model, self.sizes, self.samples, actions=(), state=0)
+            yield from self._sharding.of_whole_models(bare, self.samples, self._of_data)
 
     @property
     def _of_data(self) -> Strategy:
@@ -214,5 +210,4 @@ class Families:
             whole = [*other._whole_models()]
             yield from (*whole, *other._cut(whole))
 
-        if short := short_of_memory(self.model, self._beside_others):
-            yield from offloading(self.model, short, self.runs, search)
+        yield from offloading(self.model, self._beside_others, search)

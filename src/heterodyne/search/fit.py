@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from math import inf
 
 from heterodyne.cluster.spec import Device
 from heterodyne.cost.memory import MemoryUse
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError
 from heterodyne.plan.micro_batches import MicroBatches
-from heterodyne.plan.plan import Pipeline, Stage
+from heterodyne.plan.plan import Pipeline, Plan, Stage
 from heterodyne.search.host_room import lacking_on_hosts
-from heterodyne.search.hosted import can_be_hosted, hosted
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.points import points_of
-from heterodyne.search.predict import plan_of, predict, stage_of
-from heterodyne.search.recompute import recomputed
+from heterodyne.search.predict import overflow, plan_of, predict, stage_of
+from heterodyne.search.relief import ACTIONS, Actions, choices_of, with_relief
+from heterodyne.search.relieved import relieved
 from heterodyne.search.shortfall import shortfall
+from heterodyne.sim.run import Simulation
 from heterodyne.units import format_bytes
 
-__all__ = ["Fit", "fit_devices", "nothing_fits", "passes_s", "runs_of"]
-
-Way: TypeAlias = Callable[[int], Pipeline]
-"""The pipeline that keeps so many bytes less."""
+__all__ = ["Fit", "fit_devices", "nothing_fits", "runs_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,21 +79,20 @@ def fit_devices(
     sizes: Sequence[int],
     global_batch_size: int,
     *,
-    recompute: bool = True,
-    offload: bool = True,
+    actions: Actions = ACTIONS,
     state: float = 1.0,
 ) -> tuple[Fit, ...]:
     """The fit of every device, in the order of ranks. A micro-batch is never larger than the global batch.
 
-    ``recompute``: whether blocks may be computed again, ``offload``: whether their activations may wait on hosts; just as many are as the
-    smallest size asks for, in the way that takes less time. ``state``: the part of the optimizer's state that is on each device.
+    ``actions``: what may give relief to a device that lacks memory; just so much does as the smallest size asks for, in the way that
+    takes the least time. ``state``: the part of the optimizer's state that is on each device.
     """
     tried = sorted({min(size, global_batch_size) for size in sizes})
-    fits: list[Fit] = []
+    found: list[Fit] = []
     for device in model.cluster.devices:
-        like = next((fit for fit in fits if _alike(model, fit.device, device)), None)
+        like = next((fit for fit in found if _alike(model, fit.device, device)), None)
         if like is not None:
-            fits.append(like.on(device))
+            found.append(like.on(device))
             continue
         uses = {size: model.memory_use(device.id, size).with_state(state) for size in {1, *tried}}
         fit = Fit(
@@ -105,69 +102,57 @@ def fit_devices(
             use=uses[tried[0]],
             use_at_one=uses[1],
         )
-        fits.append(fit if fit.sizes else _with_less_kept(model, fit, tried, recompute=recompute, offload=offload))
-    return tuple(fits)
+        if not fit.sizes:
+            fit = _with_relief(model, fit, tried, choices_of(model, (device.id,), actions))
+        found.append(fit)
+    return tuple(found)
 
 
 def _alike(model: CostModel, one: Device, other: Device) -> bool:
     """Whether two devices are of one kind in one node, with as much memory and the same measurements."""
-    same = (one.kind, one.node, one.memory_bytes, one.backend) == (
-        other.kind,
-        other.node,
-        other.memory_bytes,
-        other.backend,
-    )
-    return same and model.measured(one.id) == model.measured(other.id)
+    return replace(one, id=other.id) == other and model.measured(one.id) == model.measured(other.id)
 
 
-def _with_less_kept(model: CostModel, fit: Fit, tried: Sequence[int], *, recompute: bool, offload: bool) -> Fit:
-    """The same with activations that are computed again, or wait on the host, where that makes room; else as it is."""
-    device, points = fit.device, points_of(model.graph)
+def _with_relief(model: CostModel, fit: Fit, tried: Sequence[int], choices: Iterable[Actions]) -> Fit:
+    """The same with activations that are recomputed, or wait on the host, where that makes room; else as it is."""
+    device, points = fit.device.id, points_of(model.graph)
+    plain = stage_of((0, len(model.graph.ops)), (device,))
     alive = dict(zip(points.positions, points.crossing, strict=True))
-    stage = stage_of((0, len(model.graph.ops)), (device.id,))
-    plain = Pipeline(micro_batches=MicroBatches((fit.smallest,)), stages=(stage,))
-    ways: list[Way] = [lambda lacking: recomputed(model, plain, {device.id: lacking}, [1], alive)] if recompute else []
-    if offload and can_be_hosted(model, device.id):
-        ways.append(lambda lacking: hosted(model, plain, {device.id: lacking}, [1]))
-    found = [made for made in (_enough(model, fit, plain, way) for way in ways) if made is not None]
-    if not found:
+    best_s, best = inf, None
+    for actions in choices:
+
+        def leaner(_: object, __: object, lacks: Mapping[str, int], actions: Actions = actions) -> Plan:
+            plan = _alone(model, plain, fit.smallest)
+            lacking = {device: fit.lacks_bytes + lacks.get(device, 0)}
+            pipelines = tuple(with_relief(model, p, lacking, [1], alive, actions) for p in plan.pipelines)
+            return plan.model_copy(update={"pipelines": pipelines})
+
+        made, played = relieved(model, leaner(None, None, {}), {}, leaner)
+        (stage,) = made.pipelines[0].stages
+        passes_s = _passes_s(model, stage, fit.smallest)
+        if passes_s < best_s and _fits(model, made, played):
+            best_s, best = passes_s, stage
+    if best is None:
         return fit
-    best = min(found, key=lambda made: passes_s(model, device.id, made))
-    sizes = [
-        s
-        for s in tried
-        if _lacks_bytes(model, device, best.model_copy(update={"micro_batches": MicroBatches((s,))})) <= 0
-    ]
-    return replace(fit, sizes=tuple(sizes), stage=best.stages[0])
+    sizes = tuple(s for s in tried if _fits(model, *predict(model, _alone(model, best, s), {})))
+    return replace(fit, sizes=sizes, stage=best)
 
 
-def _enough(model: CostModel, fit: Fit, plain: Pipeline, way: Way) -> Pipeline | None:
-    """With as much less as it takes; None if all of it does not do."""
-    lacking, made = fit.lacks_bytes, plain
-    while True:
-        further = way(lacking)
-        if further == made:
-            return None  # whatever else goes frees nothing
-        made = further
-        more = _lacks_bytes(model, fit.device, made)
-        if more <= 0:
-            return made
-        lacking += more
+def _fits(model: CostModel, made: Plan, played: Simulation) -> bool:
+    """Whether devices have room, and their hosts for what is kept there."""
+    return not overflow(model, made, played) and not lacking_on_hosts(model, made, played)
 
 
-def passes_s(model: CostModel, device: str, pipeline: Pipeline) -> float:
-    """Seconds of forward and backward of a device that is a pipeline by itself."""
-    costs = model.of(plan_of(model, pipeline.micro_batches.samples, (pipeline,))).ranks[model.cluster.rank(device)]
+def _alone(model: CostModel, stage: Stage, size: int) -> Plan:
+    """The plan in which the device of a stage of all ops runs one micro-batch."""
+    return plan_of(model, size, (Pipeline(micro_batches=MicroBatches((size,)), stages=(stage,)),))
+
+
+def _passes_s(model: CostModel, stage: Stage, size: int) -> float:
+    """Seconds of its forward and backward."""
+    costs = model.of(_alone(model, stage, size)).ranks[model.cluster.rank(stage.devices[0])]
     assert costs is not None  # it is the one that runs
     return sum(stage.compute_s for stage in costs.stages.values())
-
-
-def _lacks_bytes(model: CostModel, device: Device, pipeline: Pipeline) -> int:
-    """Of a device that runs one micro-batch; all of it, where its host has no room for what it keeps there."""
-    made, played = predict(model, plan_of(model, pipeline.micro_batches.samples, (pipeline,)), {})
-    if lacking_on_hosts(model, made, played):
-        return device.memory_bytes
-    return played.peak_bytes[model.cluster.rank(device.id)] - device.memory_bytes
 
 
 def runs_of(model: CostModel, fits: Iterable[Fit]) -> dict[str, MicroBatchChoice]:
@@ -186,16 +171,10 @@ def runs_of(model: CostModel, fits: Iterable[Fit]) -> dict[str, MicroBatchChoice
 
 def _seconds(model: CostModel, fit: Fit) -> Callable[[float], float]:
     """Of forward and backward of a micro-batch, with what is computed again."""
-    device, stage = fit.device.id, fit.stage
+    stage = fit.stage
     if stage is None:
-        return model.compute[device].micro_batch_s
-
-    def seconds(size: float) -> float:
-        if not size:
-            return 0.0
-        return passes_s(model, device, Pipeline(micro_batches=MicroBatches((int(size),)), stages=(stage,)))
-
-    return seconds
+        return model.compute[fit.device.id].micro_batch_s
+    return lambda size: _passes_s(model, stage, int(size)) if size else 0.0
 
 
 def nothing_fits(

@@ -3,7 +3,7 @@ and a stage is unsharded only while it runs.
 
 Every block is a stage, all of them on all devices, breadth first: so each is all-gathered once for its forwards and once for its
 backwards, however many micro-batches there are. The devices divide each micro-batch by their speed; the size of each shard is decided by
-memory and links alone (see `search.state_shares`). Activations of all micro-batches are kept between the forwards and the backwards of a
+memory and links alone (see `search.sharding`). Activations of all micro-batches are kept between the forwards and the backwards of a
 stage, so more micro-batches save memory only where blocks are recomputed.
 """
 
@@ -16,13 +16,13 @@ from itertools import pairwise
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import PlanError
 from heterodyne.plan.micro_batches import MicroBatches
-from heterodyne.plan.plan import Pipeline, Plan, Stage
+from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.search.balance import balance
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import Candidate
 from heterodyne.search.points import points_of
-from heterodyne.search.predict import plan_of, predict, stage_of, weighed, with_stages
-from heterodyne.search.state_shares import as_shares, least_time_shards, link_bytes_per_s
+from heterodyne.search.predict import plan_of, stage_of, weighed, with_stages
+from heterodyne.search.sharding import Sharding
 
 __all__ = ["ParameterSharding"]
 
@@ -62,11 +62,8 @@ class ParameterSharding:
 
     def _played(self, plan: Plan) -> Candidate | None:
         """None if devices have no room for it. Raises PlanError for a plan that cannot run."""
-        found = self._with_shards(plan)
-        if found is None:
-            return None
-        played = weighed(self.model, _NAME, "balanced", *predict(self.model, found, self.runs))
-        return None if played.plan is None else played
+        found = Sharding(model=self.model, runs=self.runs).sharded(plan, 3)
+        return None if found is None else weighed(self.model, _NAME, "balanced", *found)
 
     def _keeping(self, found: Candidate) -> Candidate:
         """With as many stages as fit that keep their parameters from forward to backward, if that is faster. The last ones do so first:
@@ -111,28 +108,6 @@ class ParameterSharding:
     def _seconds_per_sample(self, device: str) -> float:
         compute = self.model.compute[device]
         return 1 / compute.rate([size for size in compute.forward.total.sizes if size <= self.largest] or [1.0])
-
-    def _with_shards(self, plan: Plan) -> Plan | None:
-        """The plan with shards for which its devices have room; None if they have not."""
-        devices, model = plan.devices, self.model
-        try:
-            peak = predict(model, plan, self.runs)[1].peak_bytes
-        except PlanError:
-            return plan  # why is told by whoever plays it
-        use = model.memory_use(devices[0], 0)
-        whole = (use.optimizer + use.gradients + model.graph.trainable_bytes) * (1 + use.lost / use.tensors)
-        room = [
-            model.cluster.device(d).memory_bytes - peak[model.cluster.rank(d)] + whole / len(devices) for d in devices
-        ]
-        kept = least_time_shards(whole, room, [link_bytes_per_s(model, d, devices) for d in devices])
-        if kept is None:
-            return None
-        shares = as_shares(devices, kept)
-
-        def shared(_: int, stage: Stage) -> Stage:
-            return stage.model_copy(update={"state_shares": tuple(shares[d] for d in stage.devices)})
-
-        return plan.model_copy(update={"pipelines": tuple(with_stages(p, shared) for p in plan.pipelines)})
 
 
 def _keeping_last(plan: Plan, count: int) -> Plan:

@@ -26,11 +26,10 @@ from heterodyne.plan.schedules.clock import Clock, play
 from heterodyne.plan.schedules.times import Read, StageTimes
 from heterodyne.search.classes import interchangeable
 from heterodyne.search.finer_cuts import FinerCuts, made_of
-from heterodyne.search.hosted import hosted
 from heterodyne.search.orders import OWN_ORDER, Demands, demands_of, ordered, shortfalls
 from heterodyne.search.planned import FOLDING_PAYS
 from heterodyne.search.predict import plan_of, with_stages
-from heterodyne.search.recompute import recomputed
+from heterodyne.search.relief import choices_of, with_relief
 
 __all__ = ["Built", "Refiner"]
 
@@ -149,8 +148,8 @@ class Refiner:
         variants = [pipeline]
         if short := shortfalls(pipeline, costs, self.model.cluster, in_flight):
             alive = dict(zip(self.cuts.points.positions, self.cuts.points.crossing, strict=True))
-            variants.append(recomputed(self.model, pipeline, short, in_flight, alive))
-            variants.append(hosted(self.model, pipeline, short, in_flight))
+            choices = choices_of(self.model, short)
+            variants += [with_relief(self.model, pipeline, short, in_flight, alive, own) for own in choices]
         for variant in dict.fromkeys(variants):
             its = costs if variant is pipeline else self._costs(variant)
             crossing = self.model.crossings([stage.ops[0] for stage in variant.stages])

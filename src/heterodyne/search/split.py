@@ -18,20 +18,21 @@ from heterodyne.graph.sharding.dealing import dealt_to_all
 from heterodyne.graph.task_graphs import TaskGraph, task_graph_runs
 from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.micro_batches import MicroBatches
-from heterodyne.plan.plan import Exchange, Layout, Pipeline, Region, Stage
+from heterodyne.plan.plan import Exchange, Layout, Pipeline, Plan, Region, Stage
 from heterodyne.plan.virtual_devices import virtual_devices
 from heterodyne.search.by_speed import causal_shares, lighter_pipelines, shares_by
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import CUTTING_PAYS, IN_TURNS_PAYS, Candidate, Kind
-from heterodyne.search.predict import overflow, plan_of, predict, weighed, with_stages
+from heterodyne.search.predict import plan_of, weighed, with_stages
+from heterodyne.search.relieved import relieved
 from heterodyne.search.split_bound import SplitBound
+from heterodyne.sim.run import Simulation
 from heterodyne.units import format_seconds
 
 __all__ = ["Split"]
 
 _Way: TypeAlias = Literal["split", "context"]
 _KINDS: Final[tuple[_Way, ...]] = ("split", "context")
-_MOST_SHIFTS: Final = 4
 _MOST_BYTES: Final = 2e9  # that a plan may say of a latency
 _NAMES: Final = {"split": "weights split", "context": "sequences split"}
 
@@ -216,19 +217,20 @@ class Split:
         pipelines: tuple[Pipeline, ...],
         *,
         schedule: str = "1F1B",
-        shifts: int = _MOST_SHIFTS,
+        shifts: bool = True,
     ) -> Candidate:
-        """Simulated; where devices run out of memory, parts of what is sharded go to others (``shifts``: so many times at most)."""
+        """Simulated. ``shifts``: whether parts of what is sharded go to others where devices run out of memory."""
+
+        def lighter(made: Plan, played: Simulation, _: object) -> Plan | None:
+            used = {device: played.peak_bytes[self.model.cluster.rank(device)] for device in made.devices}
+            found = lighter_pipelines(made.pipelines, used, self.model.cluster) if shifts else None
+            return None if found is None else plan_of(self.model, self.samples, found, schedule)
+
         plan = plan_of(self.model, self.samples, pipelines, schedule)
         try:
-            made, played = predict(self.model, plan, self.runs)
+            made, played = relieved(self.model, plan, self.runs, lighter)
         except (PlanError, InfeasibleError) as error:
             return Candidate(name=name, kind=kind, why_not=str(error), left_out=plan.idle)
-        if shifts and overflow(self.model, made, played):
-            used = {device: played.peak_bytes[self.model.cluster.rank(device)] for device in made.devices}
-            lighter = lighter_pipelines(pipelines, used, self.model.cluster)
-            if lighter is not None:
-                return self.weighed(name, kind, lighter, schedule=schedule, shifts=shifts - 1)
         return weighed(self.model, name, kind, made, played)
 
     @property

@@ -13,10 +13,11 @@ from heterodyne.cost.model import CostModel
 from heterodyne.cost.recomputation import parts_again
 from heterodyne.plan import MicroBatches, Pipeline
 from heterodyne.plan.kept import names_of
+from heterodyne.search.fit import fit_devices, runs_of
 from heterodyne.search.planner import plan
 from heterodyne.search.points import points_of
 from heterodyne.search.predict import plan_of, stage_of
-from heterodyne.search.recompute import recomputed
+from heterodyne.search.relief import Actions, with_relief
 from pure.build import cluster, linear, profile
 from pure.cost.transformer import transformer
 
@@ -59,7 +60,7 @@ def test_it_takes_about_the_least_time_of_any_choice(part: float) -> None:
     most = max(freed for freed, _ in of_all())
     lacking = round(part * most)
     best_s = min(seconds for freed, seconds in of_all() if freed >= lacking)
-    made = recomputed(COSTS, PLAIN, {DEVICE: lacking}, [1], ALIVE)
+    made = with_relief(COSTS, PLAIN, {DEVICE: lacking}, [1], ALIVE, ("recompute",))
     (stage,) = made.stages
     freed, seconds = freed_and_seconds(len(stage.recompute), stage.keep)
     assert freed >= lacking
@@ -76,7 +77,7 @@ def test_it_takes_about_the_least_time_of_any_choice(part: float) -> None:
 def test_what_is_dear_to_compute_and_small_is_kept_first() -> None:
     """A little short: products and attention stay, norms and activation functions are computed again (Korthikanti et al., 2023)."""
     most = max(freed for freed, _ in of_all())
-    (stage,) = recomputed(COSTS, PLAIN, {DEVICE: round(0.3 * most)}, [1], ALIVE).stages
+    (stage,) = with_relief(COSTS, PLAIN, {DEVICE: round(0.3 * most)}, [1], ALIVE, ("recompute",)).stages
     assert {"linear", "scaled_dot_product_attention"} & set(stage.keep)
     assert not {"gelu", "layer_norm"} & set(stage.keep)
 
@@ -94,7 +95,7 @@ def test_an_op_of_which_nothing_is_known_may_take_all_seconds_of_its_block() -> 
 
 
 def test_what_cannot_be_freed_is_freed_as_far_as_it_can() -> None:
-    (stage,) = recomputed(COSTS, PLAIN, {DEVICE: 2**60}, [1], ALIVE).stages
+    (stage,) = with_relief(COSTS, PLAIN, {DEVICE: 2**60}, [1], ALIVE, ("recompute",)).stages
     assert set(stage.recompute) == {block.index for block in LAYERS}
     assert stage.keep == ()
 
@@ -122,3 +123,29 @@ def test_activations_wait_on_the_host_where_that_is_faster_than_to_compute_them_
     }
     assert made.plan.predicted is not None
     assert made.plan.predicted.memory_bytes[device] <= room
+
+
+@pytest.mark.parametrize("lacks", [0.2, 0.4, 0.6, 0.8])
+@pytest.mark.parametrize("copies_to_forward", [0.5, 1.5, 2.0, 5.0])
+def test_where_copies_take_longer_than_passes_both_are_better_than_one(lacks: float, copies_to_forward: float) -> None:
+    """Every other block goes to the host, whose copies hide; of those between some are recomputed."""
+    model, machines = transformer(12, moves=True), cluster(1, named="gpu")
+    machines = replace(machines, devices=(replace(machines.devices[0], backend="cuda"),))
+    bare = MemoryAssumptions(other_context_bytes=0, fragmentation=0.0)
+    measured = profile(model, machines, [linear(1.0)])
+    ((name, own),) = measured.devices.items()
+    roomy = CostModel(graph=model, cluster=machines, profile=measured, memory=bare)
+    use, forward_s = roomy.memory_use(name, SIZE), roomy.compute[name].forward.total(SIZE)
+    own = replace(own, host_copy_s_per_byte=copies_to_forward * forward_s / use.activations)
+    room = use.total - round(lacks * use.activations)
+    machines = replace(machines, devices=(replace(machines.devices[0], memory_bytes=room),))
+    costs = replace(roomy, cluster=machines, profile=replace(measured, devices={name: own}))
+    choices: tuple[Actions, ...] = (("recompute",), ("host",), ("recompute", "host"))
+    fits = [fit_devices(costs, (SIZE,), SIZE, actions=actions)[0] for actions in choices]
+    recomputed, hosted, both = (runs_of(costs, [fit])[name].seconds(SIZE) for fit in fits)
+    assert both <= min(recomputed, hosted)
+    if lacks > 0.5 and copies_to_forward == 1.5:
+        assert both < 0.97 * min(recomputed, hosted)
+        assert fits[-1].stage is not None
+        assert fits[-1].stage.recompute
+        assert fits[-1].stage.offload_activations

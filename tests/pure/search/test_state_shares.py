@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterodyne.search.state_shares import least_time_shards
+from heterodyne.search.sharding import least_time_shards
 
 UNITS = 12
 devices = st.lists(st.tuples(st.integers(0, UNITS + 2), st.integers(1, 6)), min_size=2, max_size=4)

@@ -51,12 +51,12 @@ def test_trap_1_for_any_devices(devices: list[tuple[int, int]], load: int) -> No
 
 
 def test_trap_2_a_small_share_still_needs_all_the_weights() -> None:
-    """In proportion, the small device could take a small share. In truth it cannot hold the weights at all."""
+    """In proportion, the small device could take a small share. In truth it cannot hold the weights, and no shard of them either."""
     model = graph(4, width=64)
     fixed = CostModel(
         graph=model, cluster=cluster(1), profile=profile(model, cluster(1), [linear(1.0)]), memory=BARE
     ).memory_use("n0/cpu:0", 1)
-    machines = cluster(3, memory=[2 * fixed.total, 2 * fixed.total, fixed.fixed // 2])
+    machines = cluster(3, memory=[2 * fixed.total, 2 * fixed.total, fixed.fixed // 4])
     planned = plan(
         model,
         machines,
