@@ -22,8 +22,7 @@ from heterodyne.predictor.layer_costs import predicted_layers
 from heterodyne.predictor.roofline import kernels_s
 from heterodyne.predictor.software import Software
 from heterodyne.predictor.transformer import Transformer
-from heterodyne.search.fleet.evaluated_plan import mix_of
-from heterodyne.search.fleet.plan import Template, TemplateStage
+from heterodyne.search.fleet.plan import Template, TemplateStage, mix_of
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.space import Space
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterodyne.search.fleet.arrays import Floats, Ints
-from heterodyne.search.fleet.packing import Packing
+from heterodyne.search.fleet.counts import Packing
 
 __all__ = ["Covering", "Places"]
 

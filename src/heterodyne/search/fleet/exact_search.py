@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.counts import best_per_devices
+from heterodyne.search.fleet.cutter import StageCosts
 from heterodyne.search.fleet.kinds import Kind
-from heterodyne.search.fleet.stage_costs import StageCosts
 
 __all__ = ["ExactSearch", "Found"]
 

@@ -18,19 +18,21 @@ from heterodyne.cluster.fleet import Fleet
 from heterodyne.plan.schedules.makespans import Makespans
 from heterodyne.predictor.software import Software
 from heterodyne.search.fleet.bounded_cache import BoundedCache
-from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, Mix
-from heterodyne.search.fleet.network import Exchange, Exchanges, Network
+from heterodyne.search.fleet.gradient_sync import Exchange, Exchanges
 from heterodyne.search.fleet.pipeline_memory import PipelineMemory
 from heterodyne.search.fleet.pipeline_time import PipelineTime
 from heterodyne.search.fleet.plan import (
     ZERO_LEVELS,
+    Candidate,
     Layout,
+    Mix,
     ScheduleName,
     Template,
     TemplateGroup,
     TemplatePlan,
 )
 from heterodyne.search.fleet.resource_use import ResourceUse
+from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.shares import groups_of, micro_batches_each, time_until
 from heterodyne.search.fleet.stage_tables import StageTables
 from heterodyne.search.fleet.tables import Tables
@@ -51,7 +53,6 @@ class Predictor:
 
     fleet: Fleet
     tables: Tables
-    network: Network
     global_batch: int
     software: Software = field(default_factory=Software)
     _after: BoundedCache[tuple[Mix, Layout, int], tuple[float, float]] = field(
@@ -60,6 +61,11 @@ class Predictor:
     _exchanged: BoundedCache[tuple[Mix, Layout], Exchanges] = field(
         default_factory=lambda: BoundedCache(64), repr=False
     )
+
+    @cached_property
+    def network(self) -> RingNetwork:
+        """The model of traffic between devices."""
+        return RingNetwork(self.fleet, self.software)
 
     @cached_property
     def pipeline_time(self) -> PipelineTime:
@@ -148,7 +154,7 @@ class Predictor:
         layout: Layout = "stages",
         zero: Sequence[int] = ZERO_LEVELS,
         below_s: float = inf,
-    ) -> EvaluatedPlan | None:
+    ) -> Candidate | None:
         """The best division of the batch over these pipelines at the best ZeRO level, with its prediction; None if they do not fit, or one
         would have no samples.
 
@@ -156,7 +162,7 @@ class Predictor:
         """
         if not mix or not self._enough_devices(mix):
             return None
-        best: EvaluatedPlan | None = None
+        best: Candidate | None = None
         for level, most in self._in_turn(mix, schedule, layout, zero):
             found, free = self._at_level(mix, schedule, layout, level, most, below_s)
             if found is not None and found.predicted.step_s < below_s:
@@ -205,7 +211,7 @@ class Predictor:
         zero: int,
         most: Sequence[int],
         below_s: float,
-    ) -> tuple[EvaluatedPlan | None, bool]:
+    ) -> tuple[Candidate | None, bool]:
         """The plan at one ZeRO level, and whether memory limits no pipeline: then no higher level can be faster."""
         replicas = self._sharding(sum(count for _, count in mix), zero)
         free = all(own == self.pipeline_memory.whole(template) for own, (template, _) in zip(most, mix, strict=True))
@@ -242,7 +248,7 @@ class Predictor:
         seconds = (pipelines_s, shown_s, update_s)
         sent_usd = usd(self.exchanges(mix, layout), zero, max(counts)) if self.fleet.usd_per_byte else 0.0
         free = free or all(count < own for count, own in zip(counts, most, strict=True))
-        return EvaluatedPlan(plan=plan, predicted=self._spent.of(plan, seconds, sent_usd, replicas)), free
+        return Candidate(plan=plan, predicted=self._spent.of(plan, seconds, sent_usd, replicas)), free
 
     def _step_s(
         self, mix: Mix, groups: Sequence[TemplateGroup], schedule: ScheduleName, layout: Layout, zero: int

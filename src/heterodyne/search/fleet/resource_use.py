@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from math import inf
 
 from heterodyne.cluster.fleet import Fleet
-from heterodyne.search.fleet.evaluated_plan import Predicted
 from heterodyne.search.fleet.pipeline_memory import PipelineMemory
-from heterodyne.search.fleet.plan import Template, TemplatePlan
+from heterodyne.search.fleet.plan import Predicted, Template, TemplatePlan
 from heterodyne.search.fleet.stage_tables import StageTables
 
 __all__ = ["ResourceUse"]

@@ -87,6 +87,11 @@ class Space:
         )
 
     @property
+    def splits(self) -> bool:
+        """Whether some schedule runs the halves of a backward apart."""
+        return not SPLIT.isdisjoint(self.schedules)
+
+    @property
     def low_zero(self) -> int:
         """1, which fits wherever 0 does; 0 where level 1 is excluded, which is all that a single pipeline can do."""
         return 1 if 1 in self.zero else 0

@@ -9,8 +9,7 @@ import pytest
 from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.held import peak_bytes
 from heterodyne.plan.schedules.times import StageBytes
-from heterodyne.search.fleet.chunks import chunked
-from heterodyne.search.fleet.plan import INTERLEAVED, ScheduleName, Template, TemplateStage
+from heterodyne.search.fleet.plan import INTERLEAVED, ScheduleName, Template, TemplateStage, chunked
 from heterodyne.search.fleet.space import Space
 from pure.search.fleet.small import drawn, search_of
 

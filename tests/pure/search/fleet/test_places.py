@@ -9,8 +9,7 @@ import pytest
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.plan.short import in_short
 from heterodyne.report.plan_tables import plan_rows
-from heterodyne.search.fleet.chunks import chunked
-from heterodyne.search.fleet.plan import Template, TemplateGroup, TemplatePlan, TemplateStage
+from heterodyne.search.fleet.plan import Template, TemplateGroup, TemplatePlan, TemplateStage, chunked
 from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.written import written_plan
 from heterodyne.search.fleet.zero_traffic import of_places

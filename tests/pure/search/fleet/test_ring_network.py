@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
-from heterodyne.search.fleet.network import Exchange
+from heterodyne.search.fleet.gradient_sync import Exchange
 from heterodyne.search.fleet.plan import Template, TemplateStage
 from heterodyne.search.fleet.ring_network import RingNetwork
 from pure.search.fleet.small import Drawn, search_of

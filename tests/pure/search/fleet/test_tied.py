@@ -12,7 +12,6 @@ from heterodyne.predictor.transformer import Transformer
 from heterodyne.search.fleet.plan import Template, TemplateStage
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.predict import Predictor
-from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.tables import Tables
 
 SMALL = Transformer(
@@ -33,7 +32,7 @@ def _fleet(gbit: float, **of_pools: object) -> Fleet:
 
 def _predictor(fleet: Fleet, model: Transformer) -> Predictor:
     costs = predicted_layers(model, fleet, precision="bf16")
-    return Predictor(fleet=fleet, tables=Tables(costs), network=RingNetwork(fleet), global_batch=16)
+    return Predictor(fleet=fleet, tables=Tables(costs), global_batch=16)
 
 
 CUT = Template(

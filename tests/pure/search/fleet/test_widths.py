@@ -12,13 +12,12 @@ from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.errors import InfeasibleError
 from heterodyne.predictor.layer_costs import predicted_layers
 from heterodyne.predictor.transformer import Transformer
-from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, mix_of
 from heterodyne.search.fleet.kinds import kinds_of, usable_widths
-from heterodyne.search.fleet.plan import Template, TemplateStage
+from heterodyne.search.fleet.plan import Candidate, Template, TemplateStage, mix_of
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.stage_sums import StageSums
+from heterodyne.search.fleet.stage_tables import StageSums
 from pure.search.fleet.exhaustive import Exhaustive
 from pure.search.fleet.small import GIB, Drawn, drawn, search_of
 
@@ -26,7 +25,7 @@ INSIDE = Wire(bandwidth_bytes_per_s=200e9, latency_s=0.0)
 BETWEEN = Wire(bandwidth_bytes_per_s=10e9, latency_s=0.0)
 
 
-def _step_s(weighed: EvaluatedPlan) -> float:
+def _step_s(weighed: Candidate) -> float:
     return weighed.predicted.step_s
 
 
@@ -51,14 +50,14 @@ def test_with_every_way_to_share_it_is_nearly_always_the_best_plan_there_is() ->
         for number in range(5):
             fleet, costs, samples = drawn(random.Random(number), devices=devices, blocks=blocks, ways=3)
             search = search_of(fleet, costs, samples)
-            best = search.run(_step_s)
+            best = search.run()
             known_s = float("inf") if best is None else _step_s(best)
             shortest_s = Exhaustive(search=search_of(fleet, costs, samples), known_s=known_s).shortest_s()
             if best is None:
                 assert shortest_s == float("inf")
             else:
                 longer.append(known_s / shortest_s - 1)
-                assert search.bound_s <= shortest_s * (1 + 1e-9)
+                assert search.pool.bound_s <= shortest_s * (1 + 1e-9)
     assert max(longer) <= 0.01
     assert sum(value <= 1e-9 for value in longer) >= 0.9 * len(longer)
 

@@ -14,9 +14,8 @@ from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.errors import InfeasibleError
 from heterodyne.search.fleet.comm_volume import EXCHANGED
-from heterodyne.search.fleet.evaluated_plan import Mix
 from heterodyne.search.fleet.kinds import kinds_of
-from heterodyne.search.fleet.plan import ZERO_LEVELS, Template, TemplateStage
+from heterodyne.search.fleet.plan import ZERO_LEVELS, Mix, Template, TemplateStage
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.ring_network import RingNetwork
@@ -228,9 +227,9 @@ def test_what_this_library_runs_shards_state_over_pipelines_that_are_cut_alike_a
     fleet, costs, samples = drawn(random.Random(number), devices=6, blocks=3, ways=3)
     search = search_of(fleet, costs, samples)
     search.space = search.space.that_runs()
-    search.run(lambda found: found.predicted.step_s)
-    assert search.evaluated
-    for found in search.evaluated.values():
+    search.run()
+    assert search.pool.evaluated
+    for found in search.pool.evaluated.values():
         widths: dict[int, set[int]] = {}
         for group in found.plan.groups:
             for stage in group.template.stages:
