@@ -149,7 +149,11 @@ def _equal(search: Search, costs: LayerProfiles) -> Candidate | None:
                 (
                     Template(
                         micro_batch=size,
-                        stages=(TemplateStage(pool=pool.name, width=width, start=0, stop=layers, recompute=again),),
+                        stages=(
+                            TemplateStage(
+                                pool=pool.name, widths=Widths(tensor=width), start=0, stop=layers, recompute=again
+                            ),
+                        ),
                     ),
                     pool.devices // width,
                 )
@@ -214,8 +218,12 @@ def _pairs(fleet: Fleet, search: Search, costs: LayerProfiles) -> Iterator[tuple
             count = min(first.devices // a.devices, last.devices // b.devices)
             for cut, again in product(range(1, layers), product((False, True), repeat=2)):
                 stages = (
-                    TemplateStage(pool=first.name, width=a.tensor, start=0, stop=cut, recompute=again[0]),
-                    TemplateStage(pool=last.name, width=b.tensor, start=cut, stop=layers, recompute=again[1]),
+                    TemplateStage(
+                        pool=first.name, widths=Widths(tensor=a.tensor), start=0, stop=cut, recompute=again[0]
+                    ),
+                    TemplateStage(
+                        pool=last.name, widths=Widths(tensor=b.tensor), start=cut, stop=layers, recompute=again[1]
+                    ),
                 )
                 yield Template(micro_batch=size, stages=stages), count
 

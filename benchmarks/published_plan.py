@@ -93,7 +93,7 @@ def stages(run: Run, widths: Widths) -> Iterator[TemplateStage]:
     tensor, context, data = widths
     for stop, count in zip(accumulate(counts), counts, strict=True):
         yield TemplateStage(
-            pool="all", width=tensor, start=stop - count, stop=stop, recompute=again, context=context, data=data
+            pool="all", widths=Widths(tensor, context, data), start=stop - count, stop=stop, recompute=again
         )
 
 

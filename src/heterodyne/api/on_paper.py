@@ -32,7 +32,7 @@ from heterodyne.predictor.software import Software, software_of
 from heterodyne.predictor.usable import context_bytes, usable_bytes
 from heterodyne.report.frontier import frontier_picture
 from heterodyne.report.plan_tables import changed_rows
-from heterodyne.search.alternatives import result_of
+from heterodyne.search.explain import result_of
 from heterodyne.search.fleet.evaluator import StoppedError
 from heterodyne.search.fleet.merged import merged
 from heterodyne.search.fleet.planner import FleetPlanner

@@ -96,7 +96,13 @@ class Cutter:
             points = self._points(kinds, held, count, sends)
             if points is not None:
                 stages = (
-                    _stage(place, span, recompute=not kind.fits_plain(own)[span])
+                    TemplateStage(
+                        pool=place[0],
+                        widths=place[1],
+                        start=span[0],
+                        stop=span[1],
+                        recompute=not kind.fits_plain(own)[span],
+                    )
                     for place, span, kind, own in zip(places, pairwise(points), kinds, held, strict=True)
                 )
                 yield Template(micro_batch=size, stages=tuple(stages))
@@ -128,7 +134,10 @@ class Cutter:
         """Seconds of the messages between ranks; about the same wherever alike layers are cut."""
         layers = len(self.predictor.tables.costs.layers)
         spans = [*((n, n + 1) for n in range(len(places) - 1)), (len(places) - 1, layers)]
-        stages = (_stage(place, span) for place, span in zip(places, spans, strict=True))
+        stages = (
+            TemplateStage(pool=pool, widths=widths, start=start, stop=stop)
+            for (pool, widths), (start, stop) in zip(places, spans, strict=True)
+        )
         return self.predictor.pipeline_time.least_sends(Template(micro_batch=size, stages=tuple(stages)))
 
 
@@ -168,10 +177,3 @@ def least_cut(
         own = int(stop[own])
         points.append(place + own)
     return tuple(points)
-
-
-def _stage(place: tuple[str, Widths], span: tuple[int, int], *, recompute: bool = False) -> TemplateStage:
-    pool, (tensor, context, data) = place
-    return TemplateStage(
-        pool=pool, width=tensor, context=context, data=data, start=span[0], stop=span[1], recompute=recompute
-    )

@@ -16,10 +16,10 @@ import numpy as np
 
 from heterodyne.predictor.software import Software
 from heterodyne.search.fleet.arrays import Floats, Ints
-from heterodyne.search.fleet.comm_volume import EXCHANGED, CommVolume
 from heterodyne.search.fleet.fleet_wires import Wires
 from heterodyne.search.fleet.plan import Layout, Template, TemplateStage
 from heterodyne.search.fleet.stage_tables import StageSums
+from heterodyne.search.fleet.tables import EXCHANGED, CommVolume
 
 __all__ = ["Exchange", "Exchanges", "GradientSync", "Line", "Placed", "RingCost"]
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
+from operator import attrgetter
 
 import numpy as np
 
@@ -21,7 +22,10 @@ from heterodyne.search.fleet.tables import Table, Tables
 
 __all__ = ["Kind", "StageKinds", "kinds_of", "undominated", "usable_widths"]
 
-_ROW_POOLS = 3  # in a sequence of stages at most, since sequences are written out; the template search has any number
+_NO_WORSE = attrgetter(
+    "forward_s", "backward_s", "recompute_s", "update_s", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "kept_bytes",
+    "kept_bytes_recomputed", "workspace_bytes", "output_bytes", "expert_bytes",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +43,7 @@ class Kind:
         return self.widths.devices
 
     def stage(self, start: int, stop: int, *, recompute: bool) -> TemplateStage:
-        tensor, context, data = self.widths
-        return TemplateStage(
-            pool=self.name, width=tensor, context=context, data=data, start=start, stop=stop, recompute=recompute
-        )
+        return TemplateStage(pool=self.name, widths=self.widths, start=start, stop=stop, recompute=recompute)
 
 
 def kinds_of(fleet: Fleet, tables: Tables, micro_batch: int, space: Space, *, every: bool = False) -> tuple[Kind, ...]:
@@ -114,21 +115,7 @@ def undominated(kinds: Sequence[Kind], layers: Sequence[int]) -> list[Kind]:
 
 
 def _figures(cost: LayerCost) -> tuple[float, ...]:
-    return (
-        cost.forward_s,
-        cost.backward_s,
-        cost.recompute_s,
-        cost.update_s,
-        cost.parameter_bytes,
-        cost.gradient_bytes,
-        cost.optimizer_bytes,
-        cost.kept_bytes,
-        cost.kept_bytes_recomputed,
-        cost.workspace_bytes,
-        cost.output_bytes,
-        cost.expert_bytes,
-        cost.gradient_bytes - cost.expert_bytes,
-    )
+    return (*_NO_WORSE(cost), cost.gradient_bytes - cost.expert_bytes)
 
 
 def usable_widths(widths: Sequence[Widths], devices_per_node: int) -> tuple[Widths, ...]:

@@ -18,7 +18,7 @@ from heterodyne.search.fleet.counts import Limits
 from heterodyne.search.fleet.covering import Covering, Places
 from heterodyne.search.fleet.fleet_wires import Wires
 from heterodyne.search.fleet.kinds import Kind, StageKinds
-from heterodyne.search.fleet.plan import SPLIT, Candidate
+from heterodyne.search.fleet.plan import Candidate
 
 __all__ = ["Cover", "fractional_bound_s", "lower_bound_s"]
 
@@ -57,7 +57,7 @@ def _work_of(kinds: StageKinds, limits: Limits) -> Callable[[float], float]:
     """Seconds for which the busiest pool has work, if a micro-batch may take so many in the mean; infinite if none does."""
     tables, sizes, fleet = kinds.predictor.tables, kinds.sizes, kinds.predictor.fleet
     layers = list(dict.fromkeys(tables.costs.layers))
-    waited = 0.5 if not SPLIT.isdisjoint(kinds.space.schedules) else 1.0
+    waited = 0.5 if kinds.space.splits else 1.0
     limited = limits.prices is not None and np.isfinite(limits.budget)
     prices = limits.prices if limits.prices is not None and limited else np.zeros(len(fleet.pools))
     rooms = np.append(limits.room.astype(float), limits.budget if limited else 1.0)

@@ -193,11 +193,8 @@ class Neighbourhood:
         """As many pipelines with such stages as there are devices for, of the widths with which they do most; None if none fits."""
         ((pool, devices),) = template.devices.items()
         found = []
-        for tensor, context, data in self.kinds.widths(pool, template.micro_batch):
-            stages = (
-                TemplateStage(pool=pool, width=tensor, context=context, data=data, start=start, stop=stop)
-                for start, stop in cuts
-            )
+        for widths in self.kinds.widths(pool, template.micro_batch):
+            stages = (TemplateStage(pool=pool, widths=widths, start=start, stop=stop) for start, stop in cuts)
             made = self._fitted(replace(template, stages=tuple(stages)), shared)
             most = count * devices // made.devices[pool]
             if most and self._known(made):
@@ -206,9 +203,12 @@ class Neighbourhood:
 
     def _sharing(self, template: Template, times: float, shared: Shared) -> list[Template]:
         """Two such pipelines as one that shares their micro-batches (``times`` 2), or half of one that does (0.5)."""
-        if any(number * times % 1 for number in (template.micro_batch, *(home.data for home in template.homes))):
+        if any(number * times % 1 for number in (template.micro_batch, *(home.widths.data for home in template.homes))):
             return []
-        stages = tuple(replace(stage, data=int(stage.data * times)) for stage in template.stages)
+        stages = tuple(
+            replace(stage, widths=stage.widths._replace(data=int(stage.widths.data * times)))
+            for stage in template.stages
+        )
         made = replace(template, micro_batch=int(template.micro_batch * times), stages=stages)
         offered = all(home.widths in self.kinds.widths(home.pool, made.micro_batch) for home in made.homes)
         made = self._fitted(made, shared)
@@ -268,11 +268,8 @@ class Neighbourhood:
         for first, last in spans:
             for widths in self.kinds.widths(homes[first].pool, template.micro_batch):
                 if widths.devices == homes[first].devices and widths != homes[first].widths:
-                    tensor, context, data = widths
                     stages = tuple(
-                        replace(stage, width=tensor, context=context, data=data)
-                        if first <= number % template.places < last
-                        else stage
+                        replace(stage, widths=widths) if first <= number % template.places < last else stage
                         for number, stage in enumerate(template.stages)
                     )
                     made = self._fitted(replace(template, stages=stages), shared)

@@ -17,23 +17,9 @@ from heterodyne.cost.layers import Widths
 from heterodyne.plan.schedules import SCHEDULES
 
 __all__ = [
-    "INTERLEAVED",
-    "LAYOUTS",
-    "SPLIT",
-    "ZERO_LEVELS",
-    "Candidate",
-    "Layout",
-    "Mix",
-    "Predicted",
-    "ScheduleName",
-    "Template",
-    "TemplateGroup",
-    "TemplatePlan",
-    "TemplateStage",
-    "chunked",
-    "mix_of",
-    "suits",
-]
+    "INTERLEAVED", "LAYOUTS", "SPLIT", "ZERO_LEVELS", "Candidate", "Layout", "Mix", "Predicted", "ScheduleName", "Template",
+    "TemplateGroup", "TemplatePlan", "TemplateStage", "chunked", "mix_of", "suits",
+]  # fmt: skip
 
 ScheduleName = Literal["1F1B", "GPipe", "ZBH1", "ZBH2", "Interleaved1F1B", "InterleavedZeroBubble"]
 """Those of `plan.schedules` that a search over fleets chooses from."""
@@ -43,31 +29,24 @@ SPLIT: frozenset[ScheduleName] = frozenset(name for name in get_args(ScheduleNam
 """They run the two halves of a backward apart."""
 Layout = Literal["stages", "pipelines"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+_ALONE = Widths()
 ZERO_LEVELS = (0, 1, 2, 3)
 """Of state sharding (ZeRO, Rajbhandari et al., SC 2020): nothing, the state of the optimizer, gradients too, parameters too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TemplateStage:
-    """Layers ``[start, stop)`` on devices of one pool that divide the work by `Widths`: ``width`` of tensor parallelism, ``context``,
-    ``data``.
-    """
+    """Layers ``[start, stop)`` on devices of one pool that divide the work by some `Widths`."""
 
     pool: str
-    width: int
     start: int
     stop: int
+    widths: Widths = _ALONE
     recompute: bool = False
-    context: int = 1
-    data: int = 1
-
-    @property
-    def widths(self) -> Widths:
-        return Widths(tensor=self.width, context=self.context, data=self.data)
 
     @property
     def devices(self) -> int:
-        return self.width * self.context * self.data
+        return self.widths.devices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

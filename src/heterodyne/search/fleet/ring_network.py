@@ -21,11 +21,11 @@ from heterodyne.cluster.fleet import Fleet, Pool
 from heterodyne.cost.layers import Widths
 from heterodyne.predictor.software import Software
 from heterodyne.search.fleet.bounded_cache import BoundedCache
-from heterodyne.search.fleet.comm_volume import Rates
 from heterodyne.search.fleet.fleet_wires import Wires
 from heterodyne.search.fleet.gradient_sync import Exchanges, GradientSync, Line, Placed, RingCost
 from heterodyne.search.fleet.plan import Layout, Template, TemplateStage
 from heterodyne.search.fleet.stage_tables import StageSums
+from heterodyne.search.fleet.tables import Rates
 
 __all__ = ["RingNetwork"]
 
@@ -108,7 +108,7 @@ class RingNetwork:
         """Latency and seconds per byte between any two ranks of a pipeline."""
         pool = self.fleet.pool(source.pool)
         if source.pool == target.pool and self._all_in_a_node(template, pool, layout):
-            wire, part = self._wires.inside(pool), float(min(source.width, target.width))
+            wire, part = self._wires.inside(pool), float(min(source.widths.tensor, target.widths.tensor))
         else:
             wire = self._wires.between(source.pool, target.pool)
             part = min(self._part(template, source, layout), self._part(template, target, layout))

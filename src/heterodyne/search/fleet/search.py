@@ -1,12 +1,13 @@
 """The search for the best plan over a fleet.
 
-1. Pipelines are found and estimated (`candidates`): over any number of pools by dynamic programming (`template_search`), over few devices
-exactly (`exact_search`). The best as alike pipelines are cut exactly and played (`cutter`).
-2. A lower bound on any plan (`cover`, `lower_bound`): when a plan is close enough to it, the search ends.
-3. The relaxed knapsack over the candidates selects those that matter for unlike pipelines (`columns`).
+1. Pipelines are found and estimated (`pipeline_table`): over any number of pools by dynamic programming (`template_search`), over few
+devices exactly (`exact_search`). The best as alike pipelines are cut exactly and played (`cutter`).
+2. A lower bound on any plan (`lower_bound`, `covering`): when a plan is close enough to it, the search ends.
+3. The relaxed knapsack over the pipelines selects those that matter for unlike pipelines (`columns`).
 4. Integer replica counts of these, for step times between the lower bound and the best known (`counts`, `mixes`).
-5. The best of these mixes are played (`ledger`) and improved by local search (`climbing`, `neighbourhood`).
-6. Those that would be fastest without pipeline bubbles are tried with several virtual stages per rank (`chunks`).
+5. The best of these mixes are played into the pool of candidates (`evaluator`, `pool`) and improved by local search (`climbing`,
+`neighbourhood`).
+6. Those that would be fastest without pipeline bubbles are tried with several virtual stages per rank (`plan.chunked`).
 
 Steps 1, 3 and 4 optimise the bottleneck stage; plans are always compared by their played time.
 """
@@ -22,7 +23,6 @@ from math import inf
 import numpy as np
 
 from heterodyne.cluster.fleet import Fleet
-from heterodyne.search.fleet.candidates import Candidates
 from heterodyne.search.fleet.climbing import Climbing
 from heterodyne.search.fleet.columns import Relaxation, columns_of, relaxations
 from heterodyne.search.fleet.counts import Limits, best_per_devices
@@ -32,6 +32,7 @@ from heterodyne.search.fleet.kinds import StageKinds
 from heterodyne.search.fleet.lower_bound import lower_bound_s
 from heterodyne.search.fleet.mixes import Mixes
 from heterodyne.search.fleet.objective import Objective
+from heterodyne.search.fleet.pipeline_table import PipelineTable
 from heterodyne.search.fleet.plan import SPLIT, Candidate, Mix, ScheduleName, Template, mix_of
 from heterodyne.search.fleet.pool import CandidatePool
 from heterodyne.search.fleet.predict import Predictor
@@ -65,7 +66,7 @@ class Search:
     watch: Watch = field(default_factory=Watch)
     objective: Objective = field(init=False, default_factory=Objective)
     limits: Limits = field(init=False)
-    _found: dict[tuple[int, int | None], Candidates] = field(default_factory=dict, repr=False)
+    _found: dict[tuple[int, int | None], PipelineTable] = field(default_factory=dict, repr=False)
 
     @cached_property
     def evaluator(self) -> Evaluator:
@@ -88,29 +89,29 @@ class Search:
     def tables(self) -> Tables:
         return self.predictor.tables
 
-    def _candidates(self, zero: int, shards: int | None) -> Candidates:
-        """See `Candidates.found`; made once."""
+    def _table(self, zero: int, shards: int | None) -> PipelineTable:
+        """See `PipelineTable.found`; it is made once."""
         if (zero, shards) not in self._found:
-            self._found[zero, shards] = Candidates.found(self.predictor, self.space, self.kinds.every, zero, shards)
+            self._found[zero, shards] = PipelineTable.found(self.predictor, self.space, self.kinds.every, zero, shards)
         return self._found[zero, shards]
 
-    def _levels(self) -> Iterator[Candidates]:
-        """Candidates with memory at ZeRO levels and numbers of pipelines that share state, the least traffic first.
+    def _levels(self) -> Iterator[PipelineTable]:
+        """Pipelines with memory at ZeRO levels and numbers of pipelines that share state, the least traffic first.
 
         Over few devices only those that help: which of them the fastest plan has is not known before its counts are.
         """
         low, high = self.space.low_zero, self.space.high_zero
         if not self.kinds.few:
-            yield from (self._candidates(zero, None) for zero in (low, *high))
+            yield from (self._table(zero, None) for zero in (low, *high))
             return
         most = self.kinds.most_pipelines
-        alone, shared = self._candidates(low, 1), self._candidates(low, most)
+        alone, shared = self._table(low, 1), self._table(low, most)
         yield alone
         parts = [2**n for n in range(most.bit_length())]
         if not alone.same(shared):
-            yield from (self._candidates(low, shards) for shards in parts[1:])
-        if high and not shared.same(self._candidates(high[-1], most)):
-            yield from (self._candidates(zero, shards) for zero in high for shards in parts)
+            yield from (self._table(low, shards) for shards in parts[1:])
+        if high and not shared.same(self._table(high[-1], most)):
+            yield from (self._table(zero, shards) for zero in high for shards in parts)
 
     @cached_property
     def _cutter(self) -> Cutter:
@@ -192,8 +193,8 @@ class Search:
         """The best plan of alike pipelines, at the first level at which any fits. All are added to the columns."""
         samples = self.predictor.global_batch
         for level in self._levels():
-            candidates = level.within(self.limits)
-            cut = candidates.cut(candidates.best_alike(samples, _ALIKE).tolist(), self._cutter, samples)
+            pipelines = level.within(self.limits)
+            cut = pipelines.cut(pipelines.best_alike(samples, _ALIKE).tolist(), self._cutter, samples)
             columns.update((template, None) for template, _ in cut)
             mixes = [mix_of([(template, count)]) for template, count in cut]
             # A bound says little of what is exchanged, and to play long pipelines is much work.
@@ -210,8 +211,8 @@ class Search:
             if self.evaluator.late():
                 break
             free = self.limits
-            candidates = level.within(free)
-            found = relaxations(candidates, self.fleet, free, samples) if len(candidates) else []
+            pipelines = level.within(free)
+            found = relaxations(pipelines, self.fleet, free, samples) if len(pipelines) else []
             # Levels above 1 exchange all that those below do, and more.
             if not found or (level.zero > 1 and found[-1].pipelines_s >= about_s * _SOONER):
                 continue
@@ -219,13 +220,13 @@ class Search:
             proposed = replace(self._mixes, zero=level.zero, shards=level.shards)
             for relaxation in found:
                 chosen = columns_of(relaxation, self.space.columns, pairs=self.kinds.few)
-                cut = relaxation.candidates.cut(chosen, self._cutter, samples)
+                cut = relaxation.pipelines.cut(chosen, self._cutter, samples)
                 own = list(dict.fromkeys(template for template, _ in cut))
                 columns.update(dict.fromkeys(own))
                 best = self._played(proposed.alike(own, relaxation.limits), best, self.space.first_schedules)
                 best = self._counted(list(columns), relaxation, proposed, best)
             if best is not None:
-                beside = self._beside(candidates, best, free)
+                beside = self._beside(pipelines, best, free)
                 columns.update((template, None) for own in beside for template, _ in own)
                 sides = [template for own in beside for template, _ in own]
                 pairs = replace(proposed, waits=False).pairs(sides, free, best.predicted.step_s)
@@ -234,11 +235,11 @@ class Search:
                     break
         return best
 
-    def _beside(self, candidates: Candidates, best: Candidate, limits: Limits) -> list[list[tuple[Template, int]]]:
+    def _beside(self, pipelines: PipelineTable, best: Candidate, limits: Limits) -> list[list[tuple[Template, int]]]:
         """Pipelines that do most in the step of a plan on the devices that it leaves over, and on those of each pool."""
         found = []
         for room in (limits.left(best.plan.mix).room, *np.diag(limits.room)):
-            spare = candidates.within(replace(limits, room=room))
+            spare = pipelines.within(replace(limits, room=room))
             samples = spare.capacity(best.predicted.step_s - spare.sync_s) * spare.count
             kept = best_per_devices(samples, spare.stages[:, None], 2)
             most = kept[np.argsort(-samples[kept], kind="stable")][:_BESIDE].tolist()

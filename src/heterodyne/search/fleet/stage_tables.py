@@ -11,9 +11,8 @@ import numpy as np
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.bounded_cache import BoundedCache
-from heterodyne.search.fleet.comm_volume import CommVolume
 from heterodyne.search.fleet.plan import Mix, Template
-from heterodyne.search.fleet.tables import Table, Tables
+from heterodyne.search.fleet.tables import CommVolume, Table, Tables
 
 __all__ = ["StageSums", "StageTables"]
 
@@ -150,10 +149,10 @@ class StageTables:
         by_layer: dict[int, tuple[int, int]] = {}
         for template, _ in mix:
             tied, _ = self.tied(template)
-            if len({template.homes[place].width for place in tied}) > 1:
+            if len({template.homes[place].widths.tensor for place in tied}) > 1:
                 return False
             for number, stage in enumerate(template.stages):
-                cut = stage.width, self.expert_width(template, number)
+                cut = stage.widths.tensor, self.expert_width(template, number)
                 if any(by_layer.setdefault(layer, cut) != cut for layer in range(stage.start, stage.stop)):
                     return False
         return True

@@ -201,7 +201,8 @@ def written_plan(
 def _stage(stage: TemplateStage, fleet: Fleet, place: int | None, experts: int, recomputed: tuple[int, ...]) -> Stage:
     pool = fleet.pool(stage.pool)
     # What exchanges most is innermost, among the devices that are nearest to each other.
-    ways: tuple[tuple[Kind, int], ...] = (("replicate", stage.data), ("context", stage.context), ("split", stage.width))
+    tensor, context, data = stage.widths
+    ways: tuple[tuple[Kind, int], ...] = (("replicate", data), ("context", context), ("split", tensor))
     axes = [Axis(kind=kind, shares=(1,) * width) for kind, width in ways if width > 1] or [Axis(shares=(1,))]
     layout = Layout(kind=axes[0].kind, shares=axes[0].shares, inner=tuple(axes[1:]))
     return Stage(

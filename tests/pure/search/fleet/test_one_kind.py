@@ -52,7 +52,8 @@ def evaluated(
     template = Template(
         micro_batch=2,
         stages=tuple(
-            TemplateStage(pool="all", width=tp, start=a, stop=b, recompute=recompute) for a, b in pairwise(cuts)
+            TemplateStage(pool="all", widths=Widths(tensor=tp), start=a, stop=b, recompute=recompute)
+            for a, b in pairwise(cuts)
         ),
         chunks=chunks,
     )

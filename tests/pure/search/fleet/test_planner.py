@@ -197,9 +197,9 @@ def test_no_kind_of_plans_is_slower_than_a_plan_of_it_that_another_search_has_fo
     planned = planner.plan()
     found = {family.name: family.best for family in with_families(planner, planned, Space())[1]}
     of_kind: dict[str, Callable[[Template], bool]] = {
-        "no tensor parallelism": lambda template: all(stage.width == 1 for stage in template.stages),
-        "no context parallelism": lambda template: all(stage.context == 1 for stage in template.stages),
-        "no stages that share a micro-batch": lambda template: all(stage.data == 1 for stage in template.stages),
+        "no tensor parallelism": lambda template: all(stage.widths.tensor == 1 for stage in template.stages),
+        "no context parallelism": lambda template: all(stage.widths.context == 1 for stage in template.stages),
+        "no stages that share a micro-batch": lambda template: all(stage.widths.data == 1 for stage in template.stages),
         "no recompute": lambda template: not any(stage.recompute for stage in template.stages),
         "no pipeline over several pools": lambda template: len(template.devices) == 1,
     }
@@ -263,8 +263,8 @@ def test_the_fullest_device_is_told_by_its_own_bytes() -> None:
     small, large = _pool("slow", 1, memory=3), _pool("fast", 1, memory=60)
     predictor = _planner(small, large).search(Space()).predictor
     stages = (
-        TemplateStage(pool="slow", width=1, start=0, stop=3),
-        TemplateStage(pool="fast", width=1, start=3, stop=10),
+        TemplateStage(pool="slow", start=0, stop=3),
+        TemplateStage(pool="fast", start=3, stop=10),
     )
     weighed = predictor.evaluate(((Template(micro_batch=1, stages=stages), 1),))
     assert weighed is not None
@@ -287,9 +287,7 @@ def test_devices_without_a_library_in_common_meet_over_sockets_and_it_is_said() 
     wires = Wires(fleet)
 
     def said(*names: str) -> str:
-        groups = (
-            Template(micro_batch=1, stages=(TemplateStage(pool=name, width=1, start=0, stop=10),)) for name in names
-        )
+        groups = (Template(micro_batch=1, stages=(TemplateStage(pool=name, start=0, stop=10),)) for name in names)
         alone = tuple(TemplateGroup(template=template, replicas=1, num_microbatches=1) for template in groups)
         return host_exchange_in_words(fleet, TemplatePlan(groups=alone, global_batch=4))
 
@@ -326,7 +324,7 @@ def test_more_devices_of_the_same_kinds_are_no_slower() -> None:
 def test_gradients_go_round_a_ring_that_enters_every_node_once() -> None:
     fleet = Fleet(name="f", pools=(_pool("fast", 4),))
     search = search_of(fleet, _costs(), 64)
-    template = Template(micro_batch=1, stages=(TemplateStage(pool="fast", width=1, start=0, stop=10),))
+    template = Template(micro_batch=1, stages=(TemplateStage(pool="fast", start=0, stop=10),))
     sums = {template: search.predictor.stage_tables.sums(template)}
     size = sums[template].tables[0].reduced_bytes(0, 10)
     for pipelines, bandwidth in ((1, 1.0), (2, 200e9), (8, 10e9)):

@@ -33,9 +33,7 @@ SUMS = search_of(FLEET, COSTS, 64).predictor.stage_tables.sums
 
 
 def _cut(*borders: int, micro_batch: int = 1) -> Template:
-    stages = (
-        TemplateStage(pool="a", width=1, start=start, stop=stop) for start, stop in pairwise((0, *borders, LAYERS))
-    )
+    stages = (TemplateStage(pool="a", start=start, stop=stop) for start, stop in pairwise((0, *borders, LAYERS)))
     return Template(micro_batch=micro_batch, stages=tuple(stages))
 
 

@@ -38,8 +38,8 @@ def _predictor(fleet: Fleet, model: Transformer) -> Predictor:
 CUT = Template(
     micro_batch=2,
     stages=(
-        TemplateStage(pool="new", width=1, start=0, stop=15),
-        TemplateStage(pool="old", width=1, start=15, stop=26),
+        TemplateStage(pool="new", start=0, stop=15),
+        TemplateStage(pool="old", start=15, stop=26),
     ),
 )
 
@@ -50,7 +50,7 @@ def test_two_machines_that_hold_the_shared_weights_sum_their_gradient() -> None:
     tied, own = (_predictor(fleet, replace(SMALL, tied=tied)) for tied in (True, False))
     ((with_sum, _), (without, _)) = (p.sync_and_update_s(((CUT, 1),), "stages", 0) for p in (tied, own))
     assert with_sum - without == pytest.approx(GRADIENT_BYTES / 125e6 + 2e-4)
-    whole = Template(micro_batch=2, stages=(TemplateStage(pool="new", width=1, start=0, stop=26),))
+    whole = Template(micro_batch=2, stages=(TemplateStage(pool="new", start=0, stop=26),))
     (tied_sync, tied_update), (own_sync, own_update) = (
         p.sync_and_update_s(((whole, 1),), "stages", 0) for p in (tied, own)
     )

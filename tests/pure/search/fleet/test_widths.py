@@ -101,9 +101,9 @@ def test_copies_in_a_stage_meet_like_replicas(widths: tuple[int, int, int]) -> N
     fleet = Fleet(name="f", pools=(_pool("fast", 4),))
     tensor, context, data = widths
     shared = Template(
-        micro_batch=2, stages=(TemplateStage(pool="fast", width=tensor, context=context, data=data, start=0, stop=10),)
+        micro_batch=2, stages=(TemplateStage(pool="fast", widths=Widths(tensor, context, data), start=0, stop=10),)
     )
-    one = Template(micro_batch=1, stages=(TemplateStage(pool="fast", width=1, start=0, stop=10),))
+    one = Template(micro_batch=1, stages=(TemplateStage(pool="fast", start=0, stop=10),))
     for count in (1, 2, 4):
         seconds, dense, _ = _synced(shared, count, fleet, _costs())
         assert seconds == pytest.approx(_synced(one, 2 * count, fleet, _costs())[0])
@@ -114,7 +114,7 @@ def test_copies_in_a_stage_meet_like_replicas(widths: tuple[int, int, int]) -> N
 
 def test_experts_meet_those_of_other_stages_only() -> None:
     fleet = Fleet(name="f", pools=(_pool("fast", 4),))
-    template = Template(micro_batch=2, stages=(TemplateStage(pool="fast", width=1, data=2, start=0, stop=10),))
+    template = Template(micro_batch=2, stages=(TemplateStage(pool="fast", widths=Widths(data=2), start=0, stop=10),))
     seconds, dense, experts = _synced(template, 1, fleet, _costs(experts=0.5))
     assert experts > 0
     assert seconds == pytest.approx(dense / 200e9)
@@ -124,7 +124,7 @@ def test_experts_meet_those_of_other_stages_only() -> None:
 
 def test_experts_over_two_nodes_send_half_of_a_set_from_each() -> None:
     fleet = Fleet(name="f", pools=(_pool("fast", 4, per_node=1),))
-    template = Template(micro_batch=2, stages=(TemplateStage(pool="fast", width=1, data=2, start=0, stop=10),))
+    template = Template(micro_batch=2, stages=(TemplateStage(pool="fast", widths=Widths(data=2), start=0, stop=10),))
     for count in (1, 2):
         seconds, dense, experts = _synced(template, count, fleet, _costs(experts=0.5))
         ring = 2 * (2 * count - 1) / (2 * count) * dense + 2 * (count - 1) / count * experts / 2
@@ -137,8 +137,8 @@ def test_what_crosses_between_stages_goes_side_by_side_as_far_as_both_have_parts
 
     def send_s(first: int, second: int) -> float:
         stages = (
-            TemplateStage(pool="fast", width=1, data=first, start=0, stop=5),
-            TemplateStage(pool="fast", width=1, data=second, start=5, stop=10),
+            TemplateStage(pool="fast", widths=Widths(data=first), start=0, stop=5),
+            TemplateStage(pool="fast", widths=Widths(data=second), start=5, stop=10),
         )
         return rings.send_s(Template(micro_batch=2, stages=stages), 0, 1e9, "stages")
 
@@ -165,7 +165,7 @@ def test_two_slow_devices_share_what_one_fast_device_does() -> None:
     )
     assert _step_s(planned.best) < _step_s(without.best)
     (group,) = planned.best.plan.groups
-    assert {(stage.pool, stage.data) for stage in group.template.stages} == {("fast", 1), ("slow", 2)}
+    assert {(stage.pool, stage.widths.data) for stage in group.template.stages} == {("fast", 1), ("slow", 2)}
 
 
 def _on_a100s(nodes: int, memory: int = 70 * 10**9) -> Fleet:
@@ -182,7 +182,7 @@ def test_a_sequence_that_no_device_holds_is_planned_with_its_parts() -> None:
     fleet = _on_a100s(8, memory=30 * 10**9)  # logits of four tensor-parallel devices are 42 GB on each
     planner = FleetPlanner(fleet=fleet, costs=predicted_layers(long, fleet), global_batch=2)
     plan = planner.plan().best.plan
-    assert all(stage.context > 1 for group in plan.groups for stage in group.template.stages)
+    assert all(stage.widths.context > 1 for group in plan.groups for stage in group.template.stages)
     with pytest.raises(InfeasibleError):
         planner.plan(space=Space(max_context=1))
 

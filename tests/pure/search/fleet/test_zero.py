@@ -13,7 +13,6 @@ import pytest
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.errors import InfeasibleError
-from heterodyne.search.fleet.comm_volume import EXCHANGED
 from heterodyne.search.fleet.kinds import kinds_of
 from heterodyne.search.fleet.plan import ZERO_LEVELS, Mix, Template, TemplateStage
 from heterodyne.search.fleet.planner import FleetPlanner
@@ -21,7 +20,7 @@ from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.tables import Table
+from heterodyne.search.fleet.tables import EXCHANGED, Table
 from pure.search.fleet.small import GIB, drawn, search_of
 
 PARAMETERS, GRADIENTS, STATES, KEPT, WORKSPACE = 100, 200, 600, 50, 7
@@ -206,7 +205,7 @@ def test_level_three_takes_the_longer_of_computing_and_exchange() -> None:
     predictor = search_of(fleet, Large(), 8).predictor  # type: ignore[arg-type]
     assert isinstance(predictor, Predictor)
     assert isinstance(predictor.network, RingNetwork)
-    mix = ((Template(micro_batch=1, stages=(TemplateStage(pool="all", width=1, start=0, stop=8),)), 2),)
+    mix = ((Template(micro_batch=1, stages=(TemplateStage(pool="all", start=0, stop=8),)), 2),)
     by_zero = {zero: predictor.evaluate(mix, zero=(zero,)) for zero in ZERO_LEVELS}
     told = {zero: own.predicted for zero, own in by_zero.items() if own is not None}
     # Once round a ring of two is half of the bytes: 4 s for parameters, 8 s for gradients; passes of 0.8 and 1.6 s, four of each.
@@ -234,5 +233,5 @@ def test_what_this_library_runs_shards_state_over_pipelines_that_are_cut_alike_a
         for group in found.plan.groups:
             for stage in group.template.stages:
                 for each in range(stage.start, stage.stop):
-                    widths.setdefault(each, set()).add(stage.width)
+                    widths.setdefault(each, set()).add(stage.widths.tensor)
         assert not found.plan.zero or all(len(of) == 1 for of in widths.values())
