@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from heterodyne.cost.layers import Widths
 from heterodyne.search.fleet.arrays import Floats, Ints, between
@@ -56,11 +55,6 @@ class StageCosts:
         found: Floats = np.where(self.held[part] >= held, self.plain_s[part], again_s)
         return found
 
-    def fits_plain(self, held: int) -> NDArray[np.bool_]:
-        """Whether a stage fits without recompute."""
-        found: NDArray[np.bool_] = self.held >= held
-        return found
-
 
 Places = tuple[tuple[str, Widths, int], ...]
 """Stages of a pipeline, those of a kind together: a pool, how each shares its work, and how many there are."""
@@ -101,7 +95,7 @@ class Cutter:
                         widths=place[1],
                         start=span[0],
                         stop=span[1],
-                        recompute=not kind.fits_plain(own)[span],
+                        recompute=bool(kind.held[span] < own),
                     )
                     for place, span, kind, own in zip(places, pairwise(points), kinds, held, strict=True)
                 )

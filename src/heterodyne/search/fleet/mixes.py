@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from heterodyne.plan.schedules.makespans import Makespans
 from heterodyne.search.fleet.arrays import Ints
 from heterodyne.search.fleet.counts import Limits, relaxed, whole
-from heterodyne.search.fleet.plan import Layout, Mix, ScheduleName, Template, mix_of
+from heterodyne.search.fleet.plan import Mix, ScheduleName, Template, mix_of
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.space import Space
 
@@ -60,8 +61,7 @@ class Mixes:
         self, columns: Sequence[Template], once: Sequence[float], most: Sequence[int], seconds: float
     ) -> list[int]:
         """Samples in a time, of which a column does nothing in ``once``."""
-        layout = self.space.layouts[-1]
-        played = [self.predictor.pipeline_time.makespans(t, _SCHEDULE, layout) for t in columns]
+        played = map(self._makespans, columns)
         return [
             t.micro_batch * own.most_bound(seconds - extra, top)
             for t, own, extra, top in zip(columns, played, once, most, strict=True)
@@ -70,9 +70,8 @@ class Mixes:
     def worth_most(self, columns: Sequence[Template], limits: Limits, seconds: float) -> list[Template]:
         """The columns of the highest reduced value, for the mixed integer program."""
         devices = limits.devices(columns)
-        layout = self.space.layouts[-1]
         capacity = np.array(
-            [t.micro_batch * self._most(t, seconds, layout, self._room(t, limits)) for t in columns],
+            [t.micro_batch * self._most(t, seconds, self._room(t, limits)) for t in columns],
             dtype=float,
         )
         known = relaxed(capacity, devices, limits)
@@ -92,10 +91,9 @@ class Mixes:
         items = []
         for number, (template, most) in enumerate(zip(columns, limits.most_of(devices).tolist(), strict=True)):
             counts = sorted({*range(1, min(most, _ONE_BY_ONE) + 1), *(most * n // 8 for n in range(1, 9))} - {0})
-            layout = self.space.layouts[-1]
             top = self._room(template, limits)
             times = [known_s, known_s - 0.5 * once[number]]
-            done = [template.micro_batch * self._most(template, seconds, layout, top) for seconds in times]
+            done = [template.micro_batch * self._most(template, seconds, top) for seconds in times]
             items += [(number, count, count * done[0], count * done[1]) for count in counts]
         if not items:
             return []  # nothing is left that the budget or the devices allow
@@ -113,10 +111,13 @@ class Mixes:
             for i, j in zip(a[order], b[order], strict=True)
         ]
 
-    def _most(self, template: Template, seconds: float, layout: Layout, top: int) -> int:
+    def _makespans(self, template: Template) -> Makespans:
+        return self.predictor.pipeline_time.makespans(template, _SCHEDULE, self.space.layouts[-1])
+
+    def _most(self, template: Template, seconds: float, top: int) -> int:
         """Micro-batches in a time, at most."""
         if self.waits:
-            return self.predictor.pipeline_time.makespans(template, _SCHEDULE, layout).most_bound(seconds, top)
+            return self._makespans(template).most_bound(seconds, top)
         done = seconds / self.predictor.pipeline_time.longest_s(template)
         return int(min(top, done)) if done > 0 else 0  # nor where either never ends
 

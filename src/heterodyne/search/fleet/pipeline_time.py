@@ -37,7 +37,7 @@ class PipelineTime:
     _timed: dict[Template, tuple[StageTimes, ...]] = field(default_factory=dict, repr=False)
     _makespans: dict[tuple[Template, ScheduleName, Layout], Makespans] = field(default_factory=dict, repr=False)
     _bounds: dict[tuple[Template, bool], list[tuple[float, float]]] = field(default_factory=dict, repr=False)
-    _sent: BoundedCache[object, list[float]] = field(default_factory=lambda: BoundedCache(1024), repr=False)
+    _sent: BoundedCache[object, list[float]] = field(default_factory=BoundedCache, repr=False)
 
     def makespans(self, template: Template, schedule: ScheduleName, layout: Layout) -> Makespans:
         """Seconds of the pipeline under a schedule, as a function of the number of micro-batches."""

@@ -55,9 +55,7 @@ class Predictor:
     tables: Tables
     global_batch: int
     software: Software = field(default_factory=Software)
-    _after: BoundedCache[tuple[Mix, Layout, int], tuple[float, float]] = field(
-        default_factory=lambda: BoundedCache(1024), repr=False
-    )
+    _after: BoundedCache[tuple[Mix, Layout, int], tuple[float, float]] = field(default_factory=BoundedCache, repr=False)
     _exchanged: BoundedCache[tuple[Mix, Layout], Exchanges] = field(
         default_factory=lambda: BoundedCache(64), repr=False
     )

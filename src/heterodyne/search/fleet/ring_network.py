@@ -29,8 +29,6 @@ from heterodyne.search.fleet.tables import Rates
 
 __all__ = ["RingNetwork"]
 
-_LINES_KEPT = 1024
-
 
 @dataclass(frozen=True)
 class RingNetwork:
@@ -49,11 +47,11 @@ class RingNetwork:
 
     @cached_property
     def _lines(self) -> BoundedCache[tuple[StageSums, int, Layout], Line]:
-        return BoundedCache(_LINES_KEPT)
+        return BoundedCache()
 
     @cached_property
     def _until(self) -> BoundedCache[Template, list[int]]:
-        return BoundedCache(_LINES_KEPT)
+        return BoundedCache()
 
     def send_s(self, template: Template, stage: int, size_bytes: float, layout: Layout) -> float:
         """Return the seconds of a message from a stage to the next one: over the link inside a node, or over the share of the node's link

@@ -86,9 +86,6 @@ class StageSums:
         return [(self.tables[first], np.flatnonzero(self.alike == number)) for number, first in enumerate(self.own)]
 
 
-_SUMS_KEPT = 1024
-
-
 @dataclass(frozen=True, kw_only=True)
 class StageTables:
     """Cost tables of templates over one fleet."""
@@ -97,7 +94,7 @@ class StageTables:
     tables: Tables
     _known: dict[Template, tuple[Table, ...]] = field(default_factory=dict, repr=False)
     _tied: dict[Template, tuple[tuple[int, ...], float]] = field(default_factory=dict, repr=False)
-    _sums: BoundedCache[Template, StageSums] = field(default_factory=lambda: BoundedCache(_SUMS_KEPT), repr=False)
+    _sums: BoundedCache[Template, StageSums] = field(default_factory=BoundedCache, repr=False)
 
     def of(self, template: Template) -> tuple[Table, ...]:
         """Raises KeyError if the costs of a stage are not known."""

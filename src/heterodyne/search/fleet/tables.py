@@ -191,10 +191,6 @@ class Table:
         """Forward, backward and recompute of the first layers. Shape [layers + 1]."""
         return np.array(self._forward), np.array(self._backward), np.array(self._recompute)
 
-    def exchanged(self, what: Exchanged) -> CommVolume:
-        """Of the first layers (see `LayerBytes`). Shape [3, layers + 1]."""
-        return self._whole[what].sums
-
     def most_held(self, zero: int, replicas: int, memory_bytes: float, *, recompute: bool) -> Floats:
         """For every start and stop the largest number of micro-batches in flight; negative where the stage itself does not fit."""
         room = memory_bytes - self._fixed_bytes(zero, replicas, recompute=recompute)
