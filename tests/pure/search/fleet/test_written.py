@@ -117,12 +117,12 @@ def test_replicas_of_a_stage_or_the_stages_of_a_pipeline_share_a_node() -> None:
 
 @pytest.mark.parametrize(
     ("shared", "way"),
-    [({"data": 2}, "replicate"), ({"data": 8}, "replicate"), ({"width": 2}, "split"), ({"context": 2}, "context")],
+    [({"data": 2}, "replicate"), ({"data": 8}, "replicate"), ({"tensor": 2}, "split"), ({"context": 2}, "context")],
 )
 def test_devices_of_a_stage_share_it_in_the_way_of_the_plan(shared: dict[str, int], way: str) -> None:
     asked = plan([3], ["new", "old"], replicas=1, count=2, micro_batch=8, missing=0, layout="stages", again=False)
     first, second = asked.groups[0].template.stages
-    template = replace(asked.groups[0].template, stages=(replace(first, **shared), second))  # type: ignore[arg-type]
+    template = replace(asked.groups[0].template, stages=(replace(first, widths=Widths(**shared)), second))
     wide = replace(asked, groups=(replace(asked.groups[0], template=template),))
     made = bound(wide)
     if way == "replicate":  # what lies in parts depends on the model
