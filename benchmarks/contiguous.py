@@ -13,9 +13,8 @@ from itertools import permutations, product
 from math import ceil
 
 from heterodyne.cost.layers import Widths
-from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
 from heterodyne.search.fleet.kinds import Kind
-from heterodyne.search.fleet.plan import INTERLEAVED, ScheduleName, Template
+from heterodyne.search.fleet.plan import INTERLEAVED, Candidate, ScheduleName, Template
 from heterodyne.search.fleet.search import Search
 
 __all__ = ["Contiguous"]
@@ -30,12 +29,12 @@ class Contiguous:
     """
 
     search: Search
-    best: EvaluatedPlan | None
+    best: Candidate | None
     max_stages: int = 8
     kinds: int = 3
     weighed: int = 0
 
-    def run(self) -> EvaluatedPlan | None:
+    def run(self) -> Candidate | None:
         """The fastest of them, or the plan that is known."""
         for rows in self._rows():
             self._alike(*rows)

@@ -22,8 +22,7 @@ from heterodyne.predictor.layer_costs import predicted_layers
 from heterodyne.predictor.roofline import kernels_s
 from heterodyne.predictor.software import Software
 from heterodyne.predictor.transformer import Transformer
-from heterodyne.search.fleet.evaluated_plan import mix_of
-from heterodyne.search.fleet.plan import Template, TemplateStage
+from heterodyne.search.fleet.plan import Template, TemplateStage, mix_of
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.space import Space
 
@@ -113,7 +112,7 @@ def over_even_cut(fleet: Fleet, costs: LayerCosts, blocks: int, batch: int = 128
     for number, device in enumerate(devices):
         start = 0 if number == 0 else 1 + number * each
         stop = len(costs.layers) if number == last else 1 + (number + 1) * each
-        stages.append(TemplateStage(pool=device, width=1, start=start, stop=stop))
+        stages.append(TemplateStage(pool=device, start=start, stop=stop))
     even = predictor.evaluate(mix_of([(Template(micro_batch=micro_batch, stages=tuple(stages)), 1)]))
     assert even is not None
     return even.predicted.step_s / planner.plan(space=space).best.predicted.step_s

@@ -18,9 +18,8 @@ from planner_speed import rows_of
 from results import Results
 
 from heterodyne.search.fleet.counts import Limits
-from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
 from heterodyne.search.fleet.lower_bound import fractional_bound_s
-from heterodyne.search.fleet.plan import Template
+from heterodyne.search.fleet.plan import Candidate, Template
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
@@ -32,22 +31,22 @@ def main() -> int:
     for row in rows_of(options.profiles):
         fleet = fleet_of(row.fleet)
         search = FleetPlanner(fleet=fleet, costs=row.costs(fleet), global_batch=row.global_batch).search(Space())
-        best = search.run(lambda weighed: weighed.predicted.step_s)
+        best = search.run()
         assert best is not None
         step_s = best.predicted.step_s
         factors = _factors(search, best)
-        assert abs(prod(factors.values()) * search.bound_s / step_s - 1) < 1e-6
+        assert abs(prod(factors.values()) * search.pool.bound_s / step_s - 1) < 1e-6
         results.row(
             row.name,
             step_s=step_s,
-            bound_s=search.bound_s,
-            ratio=step_s / search.bound_s,
+            bound_s=search.pool.bound_s,
+            ratio=step_s / search.pool.bound_s,
             **factors,
         )
     return results.write(options.json)
 
 
-def _factors(search: Search, best: EvaluatedPlan) -> dict[str, float]:
+def _factors(search: Search, best: Candidate) -> dict[str, float]:
     """See the beginning of this file."""
     own, batch = best.predicted, best.plan.global_batch
     mix = [(group.template, group.replicas) for group in best.plan.groups]
@@ -60,7 +59,7 @@ def _factors(search: Search, best: EvaluatedPlan) -> dict[str, float]:
     every = Limits(room=np.array([pool.devices for pool in search.fleet.pools], dtype=np.int64))
     used = np.array([sum(t.devices.get(p.name, 0) * n for t, n in mix) for p in search.fleet.pools], dtype=np.int64)
     bounds_s = [fractional_bound_s(search.kinds, limits) for limits in (replace(every, room=used), every)]
-    seconds = [own.step_s, own.pipelines_s, full_s, even_s, plain_s, *bounds_s, search.bound_s]
+    seconds = [own.step_s, own.pipelines_s, full_s, even_s, plain_s, *bounds_s, search.pool.bound_s]
     names = "exchange and update", "filling", "whole layers", "recompute", "widths and sizes", "devices left", "bound"
     return {name: a / b for name, a, b in zip(names, seconds[:-1], seconds[1:], strict=True)}
 

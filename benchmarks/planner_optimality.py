@@ -72,14 +72,14 @@ def judge(number: int) -> Judged:
     fleet, costs, samples = drawn(chance, devices=devices, blocks=blocks, ways=ways)
     began = process_time()
     search = search_of(fleet, costs, samples)
-    best = search.run(lambda weighed: weighed.predicted.step_s)
+    best = search.run()
     planning_s = process_time() - began
     known_s = float("inf") if best is None else best.predicted.step_s
     shortest_s = Exhaustive(search=search_of(fleet, costs, samples), known_s=known_s).shortest_s()
     if best is None:
         assert shortest_s == float("inf"), f"instance {number}: there is a plan, and none was found"
         return Judged(number, None, planning_s)
-    assert search.bound_s <= shortest_s * (1 + EQUAL), f"instance {number}: a plan beats its bound"
+    assert search.pool.bound_s <= shortest_s * (1 + EQUAL), f"instance {number}: a plan beats its bound"
     return Judged(number, known_s / shortest_s - 1, planning_s)
 
 

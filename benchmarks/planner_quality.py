@@ -28,8 +28,7 @@ from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.layers import Widths
 from heterodyne.errors import InfeasibleError
 from heterodyne.predictor.software import Software
-from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, mix_of
-from heterodyne.search.fleet.plan import Template, TemplateGroup, TemplateStage
+from heterodyne.search.fleet.plan import Candidate, Template, TemplateGroup, TemplateStage, mix_of
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
@@ -124,9 +123,7 @@ def _over_contiguous(
             yield gain
 
 
-def _row(
-    results: Results, where: str, what: str, own: EvaluatedPlan, ours: EvaluatedPlan, taken_s: float | None
-) -> None:
+def _row(results: Results, where: str, what: str, own: Candidate, ours: Candidate, taken_s: float | None) -> None:
     figures = {
         "samples_per_s": own.predicted.samples_per_s,
         "usd": own.predicted.usd,
@@ -136,14 +133,14 @@ def _row(
     results.row(f"{where}: {what}", **figures, **({} if taken_s is None else {"search_s": taken_s}))
 
 
-def _best(found: Iterator[EvaluatedPlan | None]) -> EvaluatedPlan | None:
+def _best(found: Iterator[Candidate | None]) -> Candidate | None:
     return min((weighed for weighed in found if weighed is not None), key=lambda w: w.predicted.step_s, default=None)
 
 
-def _equal(search: Search, costs: LayerProfiles) -> EvaluatedPlan | None:
+def _equal(search: Search, costs: LayerProfiles) -> Candidate | None:
     """The same width, size and number of micro-batches on every device: the slowest kind decides."""
 
-    def options() -> Iterator[EvaluatedPlan | None]:
+    def options() -> Iterator[Candidate | None]:
         layers = len(costs.layers)
         for width, size in product((1, 2, 4, 8), search.kinds.sizes):
             if any(search.tables.table(pool.kind, Widths(width), size) is None for pool in search.fleet.pools):
@@ -152,7 +149,11 @@ def _equal(search: Search, costs: LayerProfiles) -> EvaluatedPlan | None:
                 (
                     Template(
                         micro_batch=size,
-                        stages=(TemplateStage(pool=pool.name, width=width, start=0, stop=layers, recompute=again),),
+                        stages=(
+                            TemplateStage(
+                                pool=pool.name, widths=Widths(tensor=width), start=0, stop=layers, recompute=again
+                            ),
+                        ),
                     ),
                     pool.devices // width,
                 )
@@ -173,7 +174,7 @@ def _again(search: Search, pool: str, width: int, size: int, layers: int) -> boo
     return table.memory(0, layers, recompute=False, held=1, replicas=replicas, zero=1).total > own.memory_bytes
 
 
-def _in_equal_shares(search: Search, mix: tuple[tuple[Template, int], ...]) -> EvaluatedPlan | None:
+def _in_equal_shares(search: Search, mix: tuple[tuple[Template, int], ...]) -> Candidate | None:
     """As the predictor weighs it, but for the shares: its longest pipeline takes as many micro-batches as every other one."""
     weighed = search.evaluate(mix)
     if weighed is None:
@@ -192,14 +193,14 @@ def _in_equal_shares(search: Search, mix: tuple[tuple[Template, int], ...]) -> E
     )
 
 
-def _alone(planner: FleetPlanner, pool: str) -> EvaluatedPlan | None:
+def _alone(planner: FleetPlanner, pool: str) -> Candidate | None:
     try:
         return planner.plan(space=Space(pools=(pool,))).best
     except InfeasibleError:
         return None
 
 
-def _two_stages(search: Search, costs: LayerProfiles) -> EvaluatedPlan | None:
+def _two_stages(search: Search, costs: LayerProfiles) -> Candidate | None:
     """One stage on each of two kinds, all pipelines alike: every cut, order, width and size."""
     return _best(search.evaluate(((template, count),)) for template, count in _pairs(search.fleet, search, costs))
 
@@ -217,8 +218,12 @@ def _pairs(fleet: Fleet, search: Search, costs: LayerProfiles) -> Iterator[tuple
             count = min(first.devices // a.devices, last.devices // b.devices)
             for cut, again in product(range(1, layers), product((False, True), repeat=2)):
                 stages = (
-                    TemplateStage(pool=first.name, width=a.tensor, start=0, stop=cut, recompute=again[0]),
-                    TemplateStage(pool=last.name, width=b.tensor, start=cut, stop=layers, recompute=again[1]),
+                    TemplateStage(
+                        pool=first.name, widths=Widths(tensor=a.tensor), start=0, stop=cut, recompute=again[0]
+                    ),
+                    TemplateStage(
+                        pool=last.name, widths=Widths(tensor=b.tensor), start=cut, stop=layers, recompute=again[1]
+                    ),
                 )
                 yield Template(micro_batch=size, stages=stages), count
 

@@ -23,7 +23,6 @@ from heterodyne.predictor.setup import Setup
 from heterodyne.predictor.usable import needed_bytes
 from heterodyne.search.fleet.plan import LAYOUTS, ScheduleName, Template, TemplateStage
 from heterodyne.search.fleet.predict import Predictor
-from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.tables import Tables
 
 if TYPE_CHECKING:
@@ -52,7 +51,6 @@ def evaluated(run: Run, known: Constants | None = None) -> Evaluated:
     predictor = Predictor(
         fleet=fleet,
         tables=Tables(_layers(run, wires, known)),
-        network=RingNetwork(fleet, plan.software),
         global_batch=plan.global_batch,
         software=plan.software,
     )
@@ -95,7 +93,7 @@ def stages(run: Run, widths: Widths) -> Iterator[TemplateStage]:
     tensor, context, data = widths
     for stop, count in zip(accumulate(counts), counts, strict=True):
         yield TemplateStage(
-            pool="all", width=tensor, start=stop - count, stop=stop, recompute=again, context=context, data=data
+            pool="all", widths=Widths(tensor, context, data), start=stop - count, stop=stop, recompute=again
         )
 
 

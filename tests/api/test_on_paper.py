@@ -22,7 +22,7 @@ from heterodyne.cli.plan import elsewhere
 from heterodyne.plan import Plan
 from heterodyne.plan.capabilities import runs_at_all, uses
 from heterodyne.search.fleet import space
-from heterodyne.search.fleet.watch import Watch
+from heterodyne.search.fleet.evaluator import Watch
 from heterodyne.units import format_seconds
 
 JOB = """\

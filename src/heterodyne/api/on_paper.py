@@ -32,11 +32,11 @@ from heterodyne.predictor.software import Software, software_of
 from heterodyne.predictor.usable import context_bytes, usable_bytes
 from heterodyne.report.frontier import frontier_picture
 from heterodyne.report.plan_tables import changed_rows
-from heterodyne.search.alternatives import result_of
+from heterodyne.search.explain import result_of
+from heterodyne.search.fleet.evaluator import StoppedError
 from heterodyne.search.fleet.merged import merged
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.watch import StoppedError
 from heterodyne.search.fleet.written import FleetResult, PaperPlanner
 from heterodyne.search.result import PlanningResult
 from heterodyne.text_files import write_text
@@ -185,8 +185,7 @@ class _Paper:
         if not self.wishes.families or result.stopped:
             return result
         self.say("searching for the best of each kind of plan")
-        accepts = None if self.exports is None else self.exports.takes
-        return self._planner(fleet).with_families(result, space, accepts)
+        return self._planner(fleet).with_families(result, space)
 
     def _planner(self, fleet: Fleet) -> PaperPlanner:
         objective, software = self.wishes.objective, software_of(self.wishes.framework)

@@ -11,7 +11,7 @@ from heterodyne.api.printing import result_json, show_result
 from heterodyne.api.session import open_session
 from heterodyne.cluster.profile import Profile
 from heterodyne.job import Job
-from heterodyne.search.alternatives import result_of
+from heterodyne.search.explain import result_of
 
 __all__ = ["plan_job"]
 

@@ -15,7 +15,7 @@ from heterodyne.api.settings import Prepared
 from heterodyne.cluster.written import cluster_to_json
 from heterodyne.errors import HeterodyneError
 from heterodyne.runtime.records.run_directory import RunDirectory
-from heterodyne.search.alternatives import result_of
+from heterodyne.search.explain import result_of
 from heterodyne.text_files import write_text
 
 __all__ = ["environment", "write_plan_files"]

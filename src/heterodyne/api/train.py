@@ -47,7 +47,7 @@ from heterodyne.runtime.records.run_directory import RUNS, RunDirectory, require
 from heterodyne.runtime.records.run_lock import occupied
 from heterodyne.runtime.records.shortages import Shortage
 from heterodyne.runtime.trainer import Outcome, Trainer, identity_of
-from heterodyne.search.alternatives import result_of
+from heterodyne.search.explain import result_of
 from heterodyne.secret_names import has_secrets
 from heterodyne.text_files import write_text
 

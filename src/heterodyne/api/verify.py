@@ -21,7 +21,7 @@ from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.slices import GlobalBatchLike, union
 from heterodyne.runtime.weights.boxed import assembled, kept_shards
 from heterodyne.runtime.worker import Worker
-from heterodyne.search.alternatives import result_of
+from heterodyne.search.explain import result_of
 
 __all__ = ["BAR", "verify_job"]
 

@@ -9,8 +9,8 @@ from time import monotonic
 
 from heterodyne.processes.signals import stop_requests
 from heterodyne.processes.status import shell_status
-from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
-from heterodyne.search.fleet.watch import Watch
+from heterodyne.search.fleet.evaluator import Watch
+from heterodyne.search.fleet.plan import Candidate
 from heterodyne.units import format_seconds
 
 __all__ = ["watched"]
@@ -30,8 +30,8 @@ def watched(seconds: float | None, say: Callable[[str], None]) -> Iterator[Watch
             say("stopping with the best plan so far; press Ctrl-C again to quit")
         return request.count > 0
 
-    def told(weighed: EvaluatedPlan) -> None:
-        own = weighed.predicted
+    def told(candidate: Candidate) -> None:
+        own = candidate.predicted
         say(f"so far: a step of {format_seconds(own.step_s)} on {own.devices:,} devices")
 
     with stop_requests() as request:

@@ -12,9 +12,10 @@ from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.sharded_stage import shard_stage
 from heterodyne.plan.state_shards import state_parts
 from heterodyne.search.planned import Candidate, Planned, Strategy, serves
+from heterodyne.search.result import AlternativeRow, PlanningResult
 from heterodyne.units import format_bytes, format_seconds
 
-__all__ = ["ShareRow", "paragraph", "ratio_in_words", "reason", "shares"]
+__all__ = ["ShareRow", "alternatives", "paragraph", "ratio_in_words", "reason", "result_of", "shares"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +37,33 @@ class ShareRow:
     memory_bytes: int
     headroom_bytes: int
     part: str = ""
+
+
+def result_of(planned: Planned) -> PlanningResult:
+    """Return the result in the form that every search returns."""
+    return PlanningResult(
+        plan=planned.plan,
+        alternatives=alternatives(planned),
+        words=(paragraph(planned),),
+        timeline=lambda: planned.simulation.timeline([device.id for device in planned.cluster.devices]),
+    )
+
+
+def alternatives(planned: Planned) -> tuple[AlternativeRow, ...]:
+    """Return every candidate, the fastest first, infeasible ones last."""
+    base = planned.simulation.step_s
+    rows = []
+    for candidate in planned.candidates:
+        ratio = None if candidate.step_s is None or base <= 0 else candidate.step_s / base
+        chosen = candidate is planned.chosen
+        note = "chosen" if chosen else candidate.why_not or ("" if ratio is None else ratio_in_words(ratio))
+        if candidate.rehearsed_s is not None:
+            note += f"; {format_seconds(candidate.rehearsed_s)} in rehearsal"
+        elif ratio is not None and ratio < 1 and candidate.weighed_s > planned.chosen.weighed_s:
+            note += ", too little to cut the model for"
+        plan = planned.plan if chosen else candidate.plan
+        rows.append(AlternativeRow(name=candidate.name, chosen=chosen, plan=plan, note=note))
+    return tuple(sorted(rows, key=lambda row: (row.step_s is None, row.step_s or 0.0, not row.chosen)))
 
 
 def ratio_in_words(ratio: float) -> str:

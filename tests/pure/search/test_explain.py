@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterodyne.search.alternatives import alternatives
-from heterodyne.search.explain import paragraph, ratio_in_words, shares
+from heterodyne.search.explain import alternatives, paragraph, ratio_in_words, shares
 from heterodyne.search.planned import Planned
 from heterodyne.search.planner import plan
 from pure.build import cluster, graph, linear, profile

@@ -16,8 +16,7 @@ from heterodyne.errors import InfeasibleError
 from heterodyne.graph import ModelGraph
 from heterodyne.plan import MicroBatches, Pipeline, Plan
 from heterodyne.plan.check import violations
-from heterodyne.search.alternatives import alternatives
-from heterodyne.search.explain import paragraph, shares
+from heterodyne.search.explain import alternatives, paragraph, shares
 from heterodyne.search.planned import Planned
 from heterodyne.search.planner import plan
 from heterodyne.search.points import points_of

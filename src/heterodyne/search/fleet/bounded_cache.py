@@ -12,9 +12,9 @@ Value = TypeVar("Value")
 
 
 class BoundedCache(Generic[Key, Value]):
-    """Values by key; when there would be more than ``most``, all are dropped."""
+    """Values by key; when there would be more than ``most``, all are dropped: by default about what a round of local search asks for."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int = 1024) -> None:
         self._most = most
         self._known: dict[Key, Value] = {}
 

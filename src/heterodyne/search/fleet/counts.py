@@ -6,17 +6,86 @@ that matter. Over those the counts are integers, found by mixed integer programm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from heterodyne.search.fleet.arrays import Floats, Ints
-from heterodyne.search.fleet.packing import Packing
-from heterodyne.search.fleet.quiet import quiet
+from heterodyne.search.fleet.plan import Mix, Template
 
-__all__ = ["Limits", "Relaxed", "best_per_devices", "relaxed", "shortest_s", "whole"]
+__all__ = ["Limits", "Packing", "Relaxed", "best_per_devices", "quiet", "relaxed", "shortest_s", "whole"]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """HiGHS prints a line of its own now and then, whatever its options say; JSON on standard output would break."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # there is no standard output
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(nowhere)
+        os.close(kept)
+
+
+_ROUNDING = 1e-9
+_PIVOTS = 200
+
+
+class Packing:
+    """Of columns, more of which may be added.
+
+    Args:
+        room: of each row, not negative.
+        worth: of columns. ``need``: of each row's room, of some at least. Shape [rows, columns].
+    """
+
+    def __init__(self, room: Floats, worth: Floats | None = None, need: Floats | None = None) -> None:
+        self._room = room
+        self._worth, self._need = np.zeros(len(room)), np.eye(len(room))
+        self._basis = list(range(len(room)))
+        if worth is not None and need is not None:
+            self.add(worth, need)
+
+    @property
+    def columns(self) -> int:
+        return len(self._worth) - len(self._room)
+
+    def add(self, worth: Floats, need: Floats) -> None:
+        """More columns."""
+        self._worth = np.concatenate([self._worth, worth])
+        self._need = np.concatenate([self._need, need], axis=1)
+
+    def most(self) -> tuple[float, Floats | None]:
+        """The most that columns are worth, and the prices of a unit of each row's room; None where rounding keeps it from an end."""
+        worth, need = self._worth, self._need
+        slack = _ROUNDING * worth.max()
+        for _ in range(_PIVOTS):
+            try:
+                inverse = np.linalg.inv(need[:, self._basis])
+            except np.linalg.LinAlgError:
+                break
+            prices: Floats = worth[self._basis] @ inverse
+            more = worth - prices @ need
+            enter = int(more.argmax())
+            if more[enter] <= slack:
+                return float(prices @ self._room), np.maximum(0.0, prices)
+            used, taken = inverse @ self._room, inverse @ need[:, enter]
+            times = np.divide(used, taken, out=np.full(len(used), np.inf), where=taken > _ROUNDING)
+            self._basis[int(times.argmin())] = enter
+        return 0.0, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +96,8 @@ class Limits:
         room: devices of each pool.
         prices: of one device of each pool, in any unit; None: no budget.
         budget: in the same unit.
-        least, most: number of pipelines.
+        least, most: number of pipelines. ``max_templates``: of different ones.
+        pools: names, in the order of the devices.
     """
 
     room: Ints
@@ -35,6 +105,30 @@ class Limits:
     budget: float = np.inf
     least: int = 1
     most: int | None = None
+    max_templates: int | None = None
+    pools: tuple[str, ...] = ()
+
+    def devices(self, templates: Iterable[Template]) -> Ints:
+        """Return the devices of each pool that one pipeline takes. Shape [templates, pools]."""
+        used = [[template.devices.get(pool, 0) for pool in self.pools] for template in templates]
+        return np.array(used, dtype=np.int64).reshape(len(used), len(self.pools))
+
+    def left(self, mix: Mix) -> Limits:
+        """Return the limits on what comes beside some pipelines."""
+        count = np.array([replicas for _, replicas in mix], dtype=np.int64)
+        used = count @ self.devices(template for template, _ in mix)
+        return replace(
+            self,
+            room=self.room - used,
+            budget=self.budget - (0.0 if self.prices is None else float(used @ self.prices)),
+            most=None if self.most is None else self.most - int(count.sum()),
+        )
+
+    def allows(self, mix: Mix) -> bool:
+        """Return whether the pipelines keep the budget and the number of different ones; their devices are not counted."""
+        if self.max_templates is not None and len(mix) > self.max_templates:
+            return False
+        return self.budget == np.inf or self.left(mix).budget >= -1e-9 * self.budget
 
     def most_of(self, devices: Ints) -> Ints:
         """The largest number of pipelines that each take ``devices`` of each pool. Shape [..., pools] to [...]."""

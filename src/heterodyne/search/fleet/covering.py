@@ -17,14 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterodyne.search.fleet.arrays import Floats, Ints
-from heterodyne.search.fleet.packing import Packing
+from heterodyne.search.fleet.counts import Packing
+from heterodyne.search.fleet.template_search import NO_TIME_S
 
 __all__ = ["Covering", "Places"]
 
 _COLUMNS = 4  # that are added at once
 _ROUNDS = 40
 _SLACK = 1e-9
-_NO_TIME_S = 1e-12  # of a place that has no layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +199,6 @@ class Covering:
 
 def _rounds(seconds: Floats, each_s: Floats, most: int) -> Ints:
     """The number of micro-batches that are done in a time, at most ``most``."""
-    could = np.maximum(0.0, seconds) / np.maximum(each_s, _NO_TIME_S) * (1 + _SLACK)
+    could = np.maximum(0.0, seconds) / np.maximum(each_s, NO_TIME_S) * (1 + _SLACK)
     found: Ints = np.minimum(could, most).astype(np.int64)
     return found

@@ -9,12 +9,52 @@ from itertools import pairwise
 import numpy as np
 
 from heterodyne.cost.layers import Widths
-from heterodyne.search.fleet.arrays import Floats, Ints
+from heterodyne.search.fleet.arrays import Floats, Ints, between
 from heterodyne.search.fleet.plan import Template, TemplateStage
 from heterodyne.search.fleet.predict import Predictor
-from heterodyne.search.fleet.stage_costs import StageCosts
+from heterodyne.search.fleet.space import Space
+from heterodyne.search.fleet.tables import Table
 
-__all__ = ["Cutter", "Places", "least_cut"]
+__all__ = ["Cutter", "Places", "StageCosts", "least_cut"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    """Costs of the stages of one kind. Arrays have the shape [first layer, layer before which it ends].
+
+    Args:
+        plain_s: seconds of a micro-batch. ``again_s``: with recompute. Infinite where there is no layer.
+        held: micro-batches in flight for which there is memory. ``held_again``: with recompute.
+    """
+
+    plain_s: Floats
+    again_s: Floats
+    held: Floats
+    held_again: Floats
+
+    @classmethod
+    def of(cls, table: Table, memory_bytes: float, replicas: int, zero: int, *, recompute: bool) -> StageCosts:
+        """``replicas``: pipelines that share state at the ZeRO level. ``recompute``: stages may be recomputed."""
+        level = zero if replicas * table.widths.copies > 1 else 0
+        forward, backward, recomputed = (between(own.tolist()) for own in table.passes)
+        plain = forward + backward
+        plain[np.tri(len(plain), dtype=bool)] = np.inf
+        return cls(
+            plain_s=plain,
+            again_s=plain + recomputed if recompute else np.full_like(plain, np.inf),
+            held=table.most_held(level, replicas, memory_bytes, recompute=False),
+            held_again=table.most_held(level, replicas, memory_bytes, recompute=True),
+        )
+
+    def seconds(self, held: int | Ints, part: tuple[slice, slice] = (slice(None), slice(None))) -> Floats:
+        """Of a micro-batch, if so many are in flight; infinite where a stage does not fit.
+
+        ``held``: broadcast to the pairs of layers. ``part``: the first layers, and those before which stages end.
+        """
+        again_s = np.where(self.held_again[part] >= held, self.again_s[part], np.inf)
+        found: Floats = np.where(self.held[part] >= held, self.plain_s[part], again_s)
+        return found
+
 
 Places = tuple[tuple[str, Widths, int], ...]
 """Stages of a pipeline, those of a kind together: a pool, how each shares its work, and how many there are."""
@@ -22,11 +62,10 @@ Places = tuple[tuple[str, Widths, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Cutter:
-    """Cuts pipelines. ``recompute``: recompute a stage where it does not fit otherwise. ``split``: backwards may be split."""
+    """Cuts pipelines. A stage is recomputed where it does not fit otherwise and the space allows it."""
 
     predictor: Predictor
-    recompute: bool
-    split: bool = False
+    space: Space
     _costs: dict[tuple[str, Widths, int, int, int], StageCosts] = field(default_factory=dict, repr=False)
 
     def cut(self, runs: Places, size: int, rounds: int, replicas: int, zero: int) -> Iterator[Template]:
@@ -45,13 +84,19 @@ class Cutter:
         # Under 1F1B a stage holds a micro-batch for each one from itself on; where backwards are split, for each one of the pipeline.
         plain = [min(many - number, rounds) for number in range(many)]
         ways = [(rounds, plain), (None, plain)]
-        if self.split and many > 1:
+        if self.space.splits and many > 1:
             ways.append((None, [min(many, rounds)] * many))
         for count, held in ways:
             points = self._points(kinds, held, count, sends)
             if points is not None:
                 stages = (
-                    _stage(place, span, recompute=not kind.fits_plain(own)[span])
+                    TemplateStage(
+                        pool=place[0],
+                        widths=place[1],
+                        start=span[0],
+                        stop=span[1],
+                        recompute=bool(kind.held[span] < own),
+                    )
                     for place, span, kind, own in zip(places, pairwise(points), kinds, held, strict=True)
                 )
                 yield Template(micro_batch=size, stages=tuple(stages))
@@ -76,14 +121,17 @@ class Cutter:
             table = self.predictor.tables.table(own.kind, widths, size)
             assert table is not None  # it is one of the widths that the pool may have
             memory = float(own.memory_bytes)
-            self._costs[key] = StageCosts.of(table, memory, replicas, zero, recompute=self.recompute)
+            self._costs[key] = StageCosts.of(table, memory, replicas, zero, recompute=self.space.recompute)
         return self._costs[key]
 
     def _sends(self, places: Sequence[tuple[str, Widths]], size: int) -> list[float]:
         """Seconds of the messages between ranks; about the same wherever alike layers are cut."""
         layers = len(self.predictor.tables.costs.layers)
         spans = [*((n, n + 1) for n in range(len(places) - 1)), (len(places) - 1, layers)]
-        stages = (_stage(place, span) for place, span in zip(places, spans, strict=True))
+        stages = (
+            TemplateStage(pool=pool, widths=widths, start=start, stop=stop)
+            for (pool, widths), (start, stop) in zip(places, spans, strict=True)
+        )
         return self.predictor.pipeline_time.least_sends(Template(micro_batch=size, stages=tuple(stages)))
 
 
@@ -123,10 +171,3 @@ def least_cut(
         own = int(stop[own])
         points.append(place + own)
     return tuple(points)
-
-
-def _stage(place: tuple[str, Widths], span: tuple[int, int], *, recompute: bool = False) -> TemplateStage:
-    pool, (tensor, context, data) = place
-    return TemplateStage(
-        pool=pool, width=tensor, context=context, data=data, start=span[0], stop=span[1], recompute=recompute
-    )

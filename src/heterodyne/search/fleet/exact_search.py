@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.counts import best_per_devices
+from heterodyne.search.fleet.cutter import StageCosts
 from heterodyne.search.fleet.kinds import Kind
-from heterodyne.search.fleet.stage_costs import StageCosts
 
 __all__ = ["ExactSearch", "Found"]
 
@@ -146,7 +146,8 @@ class ExactSearch:
             np.array([getattr(state, name) for _, state in sources])[:, :, None, :]
             for name in ("seconds", "bottleneck_s")
         )
-        costs = self._costs[self._held(depth)[None, :], kinds[:, None]]
+        held = np.minimum(depth, self.micro_batches)  # in flight, for each number of micro-batches
+        costs = self._costs[held[None, :], kinds[:, None]]
         count = np.array(self.micro_batches)[None, :, None, None]
         seconds = np.maximum(count * costs, costs + after)
         stops = seconds.argmin(axis=3)
@@ -174,10 +175,6 @@ class ExactSearch:
     def _without(self, used: Devices, kind: int) -> Devices:
         pool = self.kinds[kind].pool
         return (*used[:pool], used[pool] - self.kinds[kind].devices, *used[pool + 1 :])
-
-    def _held(self, depth: int) -> Ints:
-        """Micro-batches in flight, for each number of micro-batches."""
-        return np.minimum(depth, self.micro_batches)
 
     @cached_property
     def _costs(self) -> Floats:

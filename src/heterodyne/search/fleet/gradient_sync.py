@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations, pairwise
 from math import ceil, inf, log2
 from typing import NamedTuple
@@ -15,13 +16,44 @@ import numpy as np
 
 from heterodyne.predictor.software import Software
 from heterodyne.search.fleet.arrays import Floats, Ints
-from heterodyne.search.fleet.comm_volume import EXCHANGED, CommVolume
 from heterodyne.search.fleet.fleet_wires import Wires
-from heterodyne.search.fleet.network import Exchange
-from heterodyne.search.fleet.plan import Layout, TemplateStage
-from heterodyne.search.fleet.stage_sums import StageSums
+from heterodyne.search.fleet.plan import Layout, Template, TemplateStage
+from heterodyne.search.fleet.stage_tables import StageSums
+from heterodyne.search.fleet.tables import EXCHANGED, CommVolume
 
-__all__ = ["GradientSync", "Line", "RingCost"]
+__all__ = ["Exchange", "Exchanges", "GradientSync", "Line", "Placed", "RingCost"]
+
+Placed = Sequence[tuple[Template, int]]
+"""Templates, and how many pipelines there are of each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Exchange:
+    """Seconds of the collectives of each stage with the other replicas of its layers. Shape [stages].
+
+    Args:
+        reduced_s: all-reduce of gradients. ``scattered_s``: reduce-scatter of gradients; ``updated_s``: all-gather of updated parameters.
+        scattered_layers_s, gathered_layers_s: reduce-scatter of gradients and all-gather of parameters, layer by layer.
+        backward_s: what can hide a collective: the shortest backward of a micro-batch of a stage that holds some of the layers.
+    """
+
+    reduced_s: Floats
+    scattered_s: Floats
+    updated_s: Floats
+    scattered_layers_s: Floats
+    gathered_layers_s: Floats
+    backward_s: Floats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchanges:
+    """Collectives of each template, and the price in usd of one ring pass of each kind."""
+
+    of: Mapping[Template, Exchange]
+    gradients_usd: float = 0.0
+    updated_usd: float = 0.0
+    parameters_usd: float = 0.0
+
 
 _Members = tuple[str, int, int]
 """Of a ring: a pool, the nodes and the devices in it."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from heterodyne.plan.schedules.makespans import Makespans
 from heterodyne.search.fleet.arrays import Ints
 from heterodyne.search.fleet.counts import Limits, relaxed, whole
-from heterodyne.search.fleet.evaluated_plan import Mix, mix_of
-from heterodyne.search.fleet.plan import Layout, ScheduleName, Template
+from heterodyne.search.fleet.plan import Mix, ScheduleName, Template, mix_of
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.space import Space
 
@@ -18,6 +18,7 @@ __all__ = ["Mixes"]
 
 _BISECTIONS = 4
 _SOONER = 0.9995
+_SCHEDULE: ScheduleName = "1F1B"  # under which in-flight micro-batches are counted and pipelines fill
 _ONE_BY_ONE = 8  # counts up to which every count is tried
 _PAIRS = 60
 
@@ -27,7 +28,6 @@ class Mixes:
     """Proposes mixes; the caller evaluates them.
 
     Args:
-        schedule: under which in-flight micro-batches are counted and pipelines fill.
         waits: False: the bottleneck rank of a pipeline is taken as never idle.
         zero: the ZeRO level at which memory is counted.
         shards: pipelines that share state; None: as many replicas as there are devices for.
@@ -35,31 +35,24 @@ class Mixes:
 
     predictor: Predictor
     space: Space
-    schedule: ScheduleName = "1F1B"
     waits: bool = True
     zero: int = 0
     shards: int | None = None
     _once: dict[Template, float] = field(default_factory=dict, repr=False)
 
-    def _devices(self, columns: Sequence[Template]) -> Ints:
-        """Of each pool. Shape [columns, pools]."""
-        pools = [pool.name for pool in self.predictor.fleet.pools]
-        used = [[template.devices.get(pool, 0) for pool in pools] for template in columns]
-        return np.array(used, dtype=np.int64).reshape(len(columns), len(pools))
-
-    def alike(self, columns: Sequence[Template], limits: Limits, *, many: bool = False) -> list[Mix]:
-        """Each column alone, as many replicas as possible. With ``many`` devices as often as it fits."""
-        devices = self._devices(columns)
+    def alike(self, columns: Sequence[Template], limits: Limits) -> list[Mix]:
+        """Each column alone, as many replicas as possible, some fewer, and half as many."""
+        devices = limits.devices(columns)
         found: dict[Mix, None] = {}
         for template, most in zip(columns, limits.most_of(devices).tolist(), strict=True):
-            for count in {most} if many else {*range(1, min(most, _ONE_BY_ONE) + 1), most // 2, most - 1, most}:
+            for count in {*range(1, min(most, _ONE_BY_ONE) + 1), most // 2, most - 1, most}:
                 if limits.least <= count <= most and count > 0:
                     found[mix_of([(template, count)])] = None
         return list(found)
 
     def unlike(self, columns: Sequence[Template], limits: Limits, times: tuple[float, float]) -> Iterator[Mix]:
         """Integer counts over all columns that could finish between two times, in seconds."""
-        devices = self._devices(columns)
+        devices = limits.devices(columns)
         most = [self._room(t, limits) for t in columns]
         for once in ([0.0] * len(columns), self._once_s(columns)):
             yield from self._bisected(columns, devices, once, most, limits, times)
@@ -68,8 +61,7 @@ class Mixes:
         self, columns: Sequence[Template], once: Sequence[float], most: Sequence[int], seconds: float
     ) -> list[int]:
         """Samples in a time, of which a column does nothing in ``once``."""
-        layout = self.space.layouts[-1]
-        played = [self.predictor.pipeline_time.makespans(t, self.schedule, layout) for t in columns]
+        played = map(self._makespans, columns)
         return [
             t.micro_batch * own.most_bound(seconds - extra, top)
             for t, own, extra, top in zip(columns, played, once, most, strict=True)
@@ -77,10 +69,9 @@ class Mixes:
 
     def worth_most(self, columns: Sequence[Template], limits: Limits, seconds: float) -> list[Template]:
         """The columns of the highest reduced value, for the mixed integer program."""
-        devices = self._devices(columns)
-        layout = self.space.layouts[-1]
+        devices = limits.devices(columns)
         capacity = np.array(
-            [t.micro_batch * self._most(t, seconds, layout, self._room(t, limits)) for t in columns],
+            [t.micro_batch * self._most(t, seconds, self._room(t, limits)) for t in columns],
             dtype=float,
         )
         known = relaxed(capacity, devices, limits)
@@ -95,15 +86,14 @@ class Mixes:
 
         A mixed integer program gives one mix per time; where gradient sync decides, another one may be the best.
         """
-        devices = self._devices(columns)
+        devices = limits.devices(columns)
         once = self._once_s(columns)
         items = []
         for number, (template, most) in enumerate(zip(columns, limits.most_of(devices).tolist(), strict=True)):
             counts = sorted({*range(1, min(most, _ONE_BY_ONE) + 1), *(most * n // 8 for n in range(1, 9))} - {0})
-            layout = self.space.layouts[-1]
             top = self._room(template, limits)
             times = [known_s, known_s - 0.5 * once[number]]
-            done = [template.micro_batch * self._most(template, seconds, layout, top) for seconds in times]
+            done = [template.micro_batch * self._most(template, seconds, top) for seconds in times]
             items += [(number, count, count * done[0], count * done[1]) for count in counts]
         if not items:
             return []  # nothing is left that the budget or the devices allow
@@ -121,10 +111,13 @@ class Mixes:
             for i, j in zip(a[order], b[order], strict=True)
         ]
 
-    def _most(self, template: Template, seconds: float, layout: Layout, top: int) -> int:
+    def _makespans(self, template: Template) -> Makespans:
+        return self.predictor.pipeline_time.makespans(template, _SCHEDULE, self.space.layouts[-1])
+
+    def _most(self, template: Template, seconds: float, top: int) -> int:
         """Micro-batches in a time, at most."""
         if self.waits:
-            return self.predictor.pipeline_time.makespans(template, self.schedule, layout).most_bound(seconds, top)
+            return self._makespans(template).most_bound(seconds, top)
         done = seconds / self.predictor.pipeline_time.longest_s(template)
         return int(min(top, done)) if done > 0 else 0  # nor where either never ends
 
@@ -160,8 +153,8 @@ class Mixes:
 
     def _room(self, template: Template, limits: Limits) -> int:
         """Micro-batches for which there is memory at the level."""
-        shards = self.shards or max(1, int(limits.most_of(self._devices([template]))[0]))
-        return self.predictor.pipeline_memory.most_micro_batches(template, self.schedule, shards, self.zero)
+        shards = self.shards or max(1, int(limits.most_of(limits.devices([template]))[0]))
+        return self.predictor.pipeline_memory.most_micro_batches(template, _SCHEDULE, shards, self.zero)
 
     def _once_s(self, columns: Sequence[Template]) -> list[float]:
         """About what shows of the gradients of each column beside others like it, in the better layout."""

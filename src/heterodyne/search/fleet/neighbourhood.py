@@ -8,19 +8,30 @@ Neighbours whose lower bound is no better than the best are not played.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations_with_replacement, groupby, pairwise, permutations, product
 from math import ceil
 
 from heterodyne.cost.layers import Widths
-from heterodyne.search.fleet.chunks import chunked
+from heterodyne.search.fleet.arrays import Ints
+from heterodyne.search.fleet.counts import Limits
 from heterodyne.search.fleet.cutter import Cutter, Places
-from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, Mix, mix_of
-from heterodyne.search.fleet.plan import INTERLEAVED, ScheduleName, Template, TemplateStage
+from heterodyne.search.fleet.kinds import StageKinds
+from heterodyne.search.fleet.plan import (
+    INTERLEAVED,
+    Mix,
+    ScheduleName,
+    Template,
+    TemplateStage,
+    chunked,
+    mix_of,
+)
 from heterodyne.search.fleet.predict import Predictor
+from heterodyne.search.fleet.space import Space
 
-__all__ = ["Neighbourhood", "Shared", "climb"]
+__all__ = ["Neighbourhood", "Shared"]
 
 Shared = tuple[int, int]
 """Pipelines that share state, and its level."""
@@ -34,25 +45,30 @@ class Neighbourhood:
     """The moves from a mix.
 
     Args:
-        columns: templates that may be added; sizes: of micro-batches, ascending.
-        widths: that a stage in a pool may have at a micro-batch size.
+        columns: templates that may be added.
         schedule: for which stages that do not fit are recomputed.
         max_chunks: virtual stages per rank.
-        usd: the price of one device of each pool, and the budget.
     """
 
-    predictor: Predictor
+    kinds: StageKinds
     cutter: Cutter
     columns: Sequence[Template]
-    sizes: Sequence[int]
-    widths: Callable[[str, int], Sequence[Widths]]
-    recompute: bool
+    limits: Limits
     schedule: ScheduleName = "1F1B"
     max_chunks: int = 1
-    max_stages: int = 64
-    max_pools: int | None = None
-    most_pipelines: int | None = None
-    usd: tuple[Mapping[str, float], float] | None = None
+
+    @property
+    def _predictor(self) -> Predictor:
+        return self.kinds.predictor
+
+    @property
+    def _space(self) -> Space:
+        return self.kinds.space
+
+    @cached_property
+    def _devices(self) -> Ints:
+        """Of each column (see `Limits.devices`)."""
+        return self.limits.devices(self.columns)
 
     def from_mix(self, mix: Mix, zero: int) -> Iterator[Mix]:
         """Every mix one move away, the smallest changes first. ``zero``: the ZeRO level at which ``mix`` is best."""
@@ -91,7 +107,8 @@ class Neighbourhood:
         shared = (sum(count for _, count in mix), zero)
         for chunks in range(2, self.max_chunks + 1):
             options = [
-                [own for own in chunked(template, chunks) if len(own.stages) <= self.max_stages] for template, _ in mix
+                [own for own in chunked(template, chunks) if len(own.stages) <= self._space.max_stages]
+                for template, _ in mix
             ]
             for which in range(max(map(len, options))):
                 made = [
@@ -110,13 +127,13 @@ class Neighbourhood:
         yield from self._cut_anew(template, shared)
         yield from self._moved(template, shared)
         for chunks in range(1, self.max_chunks + 1):
-            if chunks != template.chunks and chunks * template.places <= self.max_stages:
+            if chunks != template.chunks and chunks * template.places <= self._space.max_stages:
                 for other in chunked(template, chunks):
                     yield from dict.fromkeys((other, self._fitted(other, shared)))
         if template.chunks > 1:
             yield from self._within_places(template)
         yield from self._rewidened(template, shared)
-        for size in self.sizes:
+        for size in self.kinds.sizes:
             if size != template.micro_batch:
                 sized = self._fitted(replace(template, micro_batch=size), shared)
                 # Where its widths do not divide the size, others may.
@@ -125,7 +142,7 @@ class Neighbourhood:
                     if len(template.stages) <= _FEW:
                         yield from self._moved(other, shared)
         for place, home in enumerate(template.homes):
-            if home.recompute or self.recompute:
+            if home.recompute or self._space.recompute:
                 yield _again(template, {place: not home.recompute})
 
     def _moved(self, template: Template, shared: Shared) -> Iterator[Template]:
@@ -135,7 +152,7 @@ class Neighbourhood:
                 if a.start < border < b.stop:
                     moved = (*stages[:number], replace(a, stop=border), replace(b, start=border), *stages[number + 2 :])
                     yield replace(template, stages=moved)
-                    if self.recompute:
+                    if self._space.recompute:
                         yield self._fitted(replace(template, stages=moved), shared)
 
     def _exchanged(self, a: Template, b: Template, shared: Shared) -> Iterator[tuple[Template, Template]]:
@@ -176,24 +193,24 @@ class Neighbourhood:
         """As many pipelines with such stages as there are devices for, of the widths with which they do most; None if none fits."""
         ((pool, devices),) = template.devices.items()
         found = []
-        for tensor, context, data in self.widths(pool, template.micro_batch):
-            stages = (
-                TemplateStage(pool=pool, width=tensor, context=context, data=data, start=start, stop=stop)
-                for start, stop in cuts
-            )
+        for widths in self.kinds.widths(pool, template.micro_batch):
+            stages = (TemplateStage(pool=pool, widths=widths, start=start, stop=stop) for start, stop in cuts)
             made = self._fitted(replace(template, stages=tuple(stages)), shared)
             most = count * devices // made.devices[pool]
             if most and self._known(made):
-                found.append((self.predictor.pipeline_time.longest_s(made) / most, made, most))
+                found.append((self._predictor.pipeline_time.longest_s(made) / most, made, most))
         return min(found, key=lambda own: own[0])[1:] if found else None
 
     def _sharing(self, template: Template, times: float, shared: Shared) -> list[Template]:
         """Two such pipelines as one that shares their micro-batches (``times`` 2), or half of one that does (0.5)."""
-        if any(number * times % 1 for number in (template.micro_batch, *(home.data for home in template.homes))):
+        if any(number * times % 1 for number in (template.micro_batch, *(home.widths.data for home in template.homes))):
             return []
-        stages = tuple(replace(stage, data=int(stage.data * times)) for stage in template.stages)
+        stages = tuple(
+            replace(stage, widths=stage.widths._replace(data=int(stage.widths.data * times)))
+            for stage in template.stages
+        )
         made = replace(template, micro_batch=int(template.micro_batch * times), stages=stages)
-        offered = all(home.widths in self.widths(home.pool, made.micro_batch) for home in made.homes)
+        offered = all(home.widths in self.kinds.widths(home.pool, made.micro_batch) for home in made.homes)
         made = self._fitted(made, shared)
         return [made] if offered and self._known(made) else []
 
@@ -207,7 +224,7 @@ class Neighbourhood:
             others[*runs[:at], runs[at + 1], runs[at], *runs[at + 2 :]] = None
         others[tuple(reversed(runs))] = None
         for at, (pool, widths, count) in enumerate(runs):
-            for other in self.widths(pool, template.micro_batch):
+            for other in self.kinds.widths(pool, template.micro_batch):
                 if other.devices != widths.devices and count * widths.devices % other.devices == 0:
                     fold = pool, other, count * widths.devices // other.devices
                     others[*runs[:at], fold, *runs[at + 1 :]] = None
@@ -219,10 +236,10 @@ class Neighbourhood:
         """The optimal cuts over these stages; none where there are too many of them or of pools, or one cannot do the micro-batches."""
         pipelines, zero = shared
         pools = len({pool for pool, _, _ in places})
-        if sum(count for _, _, count in places) > self.max_stages or pools > (self.max_pools or pools):
+        if sum(count for _, _, count in places) > self._space.max_stages or pools > (self._space.max_pools or pools):
             return
-        rounds = ceil(self.predictor.global_batch / (size * pipelines))
-        if all(widths in self.widths(pool, size) for pool, widths, _ in places):
+        rounds = ceil(self._predictor.global_batch / (size * pipelines))
+        if all(widths in self.kinds.widths(pool, size) for pool, widths, _ in places):
             yield from self.cutter.cut(places, size, rounds, pipelines, zero)
 
     def _within_places(self, template: Template) -> Iterator[Template]:
@@ -249,13 +266,10 @@ class Neighbourhood:
         if len(homes) <= _FEW:
             spans += [(n, n + 1) for n in range(len(homes)) if (n, n + 1) not in spans]
         for first, last in spans:
-            for widths in self.widths(homes[first].pool, template.micro_batch):
+            for widths in self.kinds.widths(homes[first].pool, template.micro_batch):
                 if widths.devices == homes[first].devices and widths != homes[first].widths:
-                    tensor, context, data = widths
                     stages = tuple(
-                        replace(stage, width=tensor, context=context, data=data)
-                        if first <= number % template.places < last
-                        else stage
+                        replace(stage, widths=widths) if first <= number % template.places < last else stage
                         for number, stage in enumerate(template.stages)
                     )
                     made = self._fitted(replace(template, stages=stages), shared)
@@ -265,81 +279,37 @@ class Neighbourhood:
     def _known(self, template: Template) -> bool:
         """Whether the costs of all its stages are known."""
         try:
-            self.predictor.stage_tables.of(template)
+            self._predictor.stage_tables.of(template)
         except KeyError:
             return False
         return True
 
     def _fitted(self, template: Template, shared: Shared) -> Template:
         """With recompute on just the ranks that do not fit without it."""
-        if not self.recompute or not self._known(template):
+        if not self._space.recompute or not self._known(template):
             return template
         plain: ScheduleName = "1F1B" if template.chunks == 1 else "Interleaved1F1B"
         own = self.schedule if (self.schedule in INTERLEAVED) == (template.chunks > 1) else plain
         replicas, zero = shared
         bare = _again(template, dict.fromkeys(range(template.places), False))
-        needs = self.predictor.pipeline_memory.memory(
-            bare, micro_batches=self.predictor.global_batch, schedule=own, replicas=replicas, zero=zero
+        needs = self._predictor.pipeline_memory.memory(
+            bare, micro_batches=self._predictor.global_batch, schedule=own, replicas=replicas, zero=zero
         )
-        fleet = self.predictor.fleet
+        fleet = self._predictor.fleet
         return _again(
             bare, {n: need.total > fleet.pool(bare.homes[n].pool).memory_bytes for n, need in enumerate(needs)}
         )
 
     def _filled(self, mix: Mix) -> list[Mix]:
         """With one more replica of some column, or as many as there are devices for; what may be fastest first."""
-        pools = {pool.name: pool.devices for pool in self.predictor.fleet.pools}
-        for template, count in mix:
-            for pool, devices in template.devices.items():
-                pools[pool] -= count * devices
-        pipelines = sum(count for _, count in mix)
-        found: list[Mix] = []
-        for column in self.columns:
-            most = min(pools[pool] // devices for pool, devices in column.devices.items())
-            if self.most_pipelines is not None:
-                most = min(most, self.most_pipelines - pipelines)
-            if self.usd is not None:
-                each, left = self.usd
-                spent = sum(n * each[p] * d for t, n in mix for p, d in t.devices.items())
-                price = sum(each[p] * d for p, d in column.devices.items())
-                most = min(most, int((left - spent) / price * (1 + 1e-9))) if price > 0 else most
-            found += [mix_of([*mix, (column, count)]) for count in sorted({min(most, 1), most}) if count > 0]
-        return sorted(found, key=self.predictor.bound_s)
-
-
-def climb(
-    start: EvaluatedPlan,
-    start_mix: Mix,
-    near: Callable[[Mix, int], Iterator[Mix]],
-    weigh: Callable[[Mix, float], EvaluatedPlan | None],
-    score: Callable[[EvaluatedPlan], float],
-    could_beat: Callable[[Mix, float], bool],
-    proceed: Callable[[], bool],
-) -> tuple[EvaluatedPlan, Mix]:
-    """First-improvement hill climbing, until no neighbour is better or ``proceed`` says stop.
-
-    Args:
-        near: the neighbours of a mix at the ZeRO level at which it is best.
-        could_beat: a test by lower bounds: False only if the neighbour cannot be better.
-    """
-    best, best_mix = start, start_mix
-    seen = {start_mix}
-    found = True
-    while found:
-        found = False
-        for mix in near(best_mix, best.plan.zero):
-            if mix in seen or not mix:
-                continue
-            seen.add(mix)
-            if not could_beat(mix, score(best)):
-                continue
-            if not proceed():
-                return best, best_mix
-            weighed = weigh(mix, score(best))
-            if weighed is not None and score(weighed) < score(best) * (1 - 1e-9):
-                best, best_mix, found = weighed, mix, True
-                break
-    return best, best_mix
+        most = self.limits.left(mix).most_of(self._devices).tolist()
+        found = [
+            mix_of([*mix, (column, count)])
+            for column, top in zip(self.columns, most, strict=True)
+            for count in sorted({min(top, 1), top})
+            if count > 0
+        ]
+        return sorted(found, key=self._predictor.bound_s)
 
 
 def _place(stage: TemplateStage) -> tuple[str, Widths]:

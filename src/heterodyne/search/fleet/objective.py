@@ -10,7 +10,7 @@ import numpy as np
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.search.fleet.arrays import Floats
-from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
+from heterodyne.search.fleet.plan import Candidate
 
 __all__ = ["Goal", "Objective"]
 
@@ -30,9 +30,9 @@ class Objective:
     goal: Goal = "throughput"
     usd_per_hour: float | None = None
 
-    def score(self, weighed: EvaluatedPlan) -> float:
+    def score(self, candidate: Candidate) -> float:
         """Lower is better; ties go to the faster plan. Infinite where a price or watts are unknown, or above the budget."""
-        own = weighed.predicted
+        own = candidate.predicted
         if self.usd_per_hour is not None and (
             own.usd_per_hour is None or own.usd_per_hour > self.usd_per_hour * (1 + 1e-9)
         ):
@@ -41,6 +41,19 @@ class Objective:
         return (
             inf if value is None else value if self.goal == "throughput" else value * (1 + _TIE * min(own.step_s, 1e3))
         )
+
+    @property
+    def by_time(self) -> bool:
+        """Whether the score is the step time, so that lower bounds on the step time prune plans."""
+        return self.goal == "throughput"
+
+    def better(self, one: Candidate | None, other: Candidate | None) -> bool:
+        """Return whether ``one`` exists and has a lower score than ``other``, or ``other`` does not exist."""
+        return one is not None and (other is None or self.score(one) < self.score(other))
+
+    def below_s(self, best: Candidate | None, times: float = 1.0) -> float:
+        """Return the step time from which on a plan need not be played; infinite where the score is not the time."""
+        return best.predicted.step_s * times if self.by_time and best is not None else inf
 
     def rates(self, fleet: Fleet) -> Floats | None:
         """What one device of each pool spends per hour, in the unit of the goal; None where nothing is spent."""

@@ -19,13 +19,12 @@ from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.fleet_wires import Wires
 from heterodyne.search.fleet.kinds import Kind
 from heterodyne.search.fleet.predict import Predictor
-from heterodyne.search.fleet.template_search import Room
+from heterodyne.search.fleet.template_search import NO_TIME_S, Room
 
 __all__ = ["Estimate", "PipelineEstimate"]
 
 _BISECTIONS = 12
 _PARTS = 4  # stages of a kind whose memory is looked at: those ahead have the most micro-batches in flight
-_NO_TIME_S = 1e-12  # of a layer that costs nothing
 _BACKWARD = 2 / 3  # about so much of a stage's work
 
 
@@ -86,7 +85,7 @@ class PipelineEstimate:
         ahead = runs.sum(axis=1)[:, None, None] if split else behind[..., None] + places
         held = np.minimum(np.broadcast_to(ahead, places.shape), rounds[:, None, None])
         plain, again = (self._room(chains, held, count, recompute=recompute) for recompute in (False, True))
-        each, more = np.maximum(forward + backward, _NO_TIME_S)[chains], recomputed[chains]
+        each, more = np.maximum(forward + backward, NO_TIME_S)[chains], recomputed[chains]
 
         def layers_in(seconds: Floats) -> Floats:
             left = np.maximum(0.0, seconds[:, None] - waits)
@@ -165,7 +164,7 @@ class PipelineEstimate:
         links = [wires.between(kind.name, kind.name) for kind in self.kinds]
         each = [0.0 if wire is None else size / wire.bandwidth_bytes_per_s for wire in links]
         forward, backward, _ = self._passes()
-        pace = 1 / np.maximum(forward + backward, _NO_TIME_S)
+        pace = 1 / np.maximum(forward + backward, NO_TIME_S)
         own = runs * pace[chains]
         part = layers * pace[chains] / own.sum(axis=1, keepdims=True)  # of the layers, on a stage
         once = np.where(runs > 0, part * np.array(each)[chains], 0.0).max(axis=1) * (1 - 1 / count)

@@ -19,7 +19,6 @@ from heterodyne.search.fleet.tables import Memory
 
 __all__ = ["PipelineMemory"]
 
-_KEPT = 1024
 _FEW_PLACES = 6  # of a pipeline, for which every number of micro-batches is tried
 
 
@@ -65,7 +64,7 @@ class PipelineMemory:
     tables: StageTables
     software: Software = field(default_factory=Software)
     _places: BoundedCache[tuple[Template, int, int], tuple[_Place, ...]] = field(
-        default_factory=lambda: BoundedCache(_KEPT), repr=False
+        default_factory=BoundedCache, repr=False
     )
     _fits: dict[tuple[Template, ScheduleName, int, int, int], bool] = field(default_factory=dict, repr=False)
     _most: dict[tuple[Template, ScheduleName, int, int], int] = field(default_factory=dict, repr=False)

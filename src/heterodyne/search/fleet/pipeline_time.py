@@ -10,8 +10,8 @@ from heterodyne.plan.schedules.bounds import place_lines
 from heterodyne.plan.schedules.makespans import Makespans
 from heterodyne.plan.schedules.times import StageTimes, blocked
 from heterodyne.search.fleet.bounded_cache import BoundedCache
-from heterodyne.search.fleet.network import Network
 from heterodyne.search.fleet.plan import LAYOUTS, Layout, ScheduleName, Template
+from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.stage_tables import StageTables
 
 __all__ = ["PipelineTime"]
@@ -30,14 +30,14 @@ class PipelineTime:
     """
 
     tables: StageTables
-    network: Network
+    network: RingNetwork
     overlap_sends: bool
     duplex: bool = True
     played: list[int] = field(default_factory=lambda: [0], repr=False)
     _timed: dict[Template, tuple[StageTimes, ...]] = field(default_factory=dict, repr=False)
     _makespans: dict[tuple[Template, ScheduleName, Layout], Makespans] = field(default_factory=dict, repr=False)
     _bounds: dict[tuple[Template, bool], list[tuple[float, float]]] = field(default_factory=dict, repr=False)
-    _sent: BoundedCache[object, list[float]] = field(default_factory=lambda: BoundedCache(1024), repr=False)
+    _sent: BoundedCache[object, list[float]] = field(default_factory=BoundedCache, repr=False)
 
     def makespans(self, template: Template, schedule: ScheduleName, layout: Layout) -> Makespans:
         """Seconds of the pipeline under a schedule, as a function of the number of micro-batches."""

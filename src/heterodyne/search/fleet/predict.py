@@ -1,4 +1,4 @@
-"""Prediction of a fleet plan: the step time, played exactly (`resource_use`: money, energy, memory).
+"""Prediction of a fleet plan: the step time, played exactly, with its money, energy and memory.
 
 A step is the longest pipeline, the exposed sync of gradients and parameters, and the update. Pipelines are played with their unequal
 stages and the messages between them; the micro-batches of each follow: as many as it can do until all are done.
@@ -18,19 +18,21 @@ from heterodyne.cluster.fleet import Fleet
 from heterodyne.plan.schedules.makespans import Makespans
 from heterodyne.predictor.software import Software
 from heterodyne.search.fleet.bounded_cache import BoundedCache
-from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, Mix
-from heterodyne.search.fleet.network import Exchange, Exchanges, Network
+from heterodyne.search.fleet.gradient_sync import Exchange, Exchanges
 from heterodyne.search.fleet.pipeline_memory import PipelineMemory
 from heterodyne.search.fleet.pipeline_time import PipelineTime
 from heterodyne.search.fleet.plan import (
     ZERO_LEVELS,
+    Candidate,
     Layout,
+    Mix,
+    Predicted,
     ScheduleName,
     Template,
     TemplateGroup,
     TemplatePlan,
 )
-from heterodyne.search.fleet.resource_use import ResourceUse
+from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.shares import groups_of, micro_batches_each, time_until
 from heterodyne.search.fleet.stage_tables import StageTables
 from heterodyne.search.fleet.tables import Tables
@@ -51,15 +53,17 @@ class Predictor:
 
     fleet: Fleet
     tables: Tables
-    network: Network
     global_batch: int
     software: Software = field(default_factory=Software)
-    _after: BoundedCache[tuple[Mix, Layout, int], tuple[float, float]] = field(
-        default_factory=lambda: BoundedCache(1024), repr=False
-    )
+    _after: BoundedCache[tuple[Mix, Layout, int], tuple[float, float]] = field(default_factory=BoundedCache, repr=False)
     _exchanged: BoundedCache[tuple[Mix, Layout], Exchanges] = field(
         default_factory=lambda: BoundedCache(64), repr=False
     )
+
+    @cached_property
+    def network(self) -> RingNetwork:
+        """The model of traffic between devices."""
+        return RingNetwork(self.fleet, self.software)
 
     @cached_property
     def pipeline_time(self) -> PipelineTime:
@@ -73,10 +77,6 @@ class Predictor:
         return PipelineMemory(
             fleet=self.fleet, global_batch=self.global_batch, tables=self.stage_tables, software=self.software
         )
-
-    @cached_property
-    def _spent(self) -> ResourceUse:
-        return ResourceUse(fleet=self.fleet, room=self.pipeline_memory, tables=self.stage_tables)
 
     @cached_property
     def stage_tables(self) -> StageTables:
@@ -148,7 +148,7 @@ class Predictor:
         layout: Layout = "stages",
         zero: Sequence[int] = ZERO_LEVELS,
         below_s: float = inf,
-    ) -> EvaluatedPlan | None:
+    ) -> Candidate | None:
         """The best division of the batch over these pipelines at the best ZeRO level, with its prediction; None if they do not fit, or one
         would have no samples.
 
@@ -156,7 +156,7 @@ class Predictor:
         """
         if not mix or not self._enough_devices(mix):
             return None
-        best: EvaluatedPlan | None = None
+        best: Candidate | None = None
         for level, most in self._in_turn(mix, schedule, layout, zero):
             found, free = self._at_level(mix, schedule, layout, level, most, below_s)
             if found is not None and found.predicted.step_s < below_s:
@@ -205,7 +205,7 @@ class Predictor:
         zero: int,
         most: Sequence[int],
         below_s: float,
-    ) -> tuple[EvaluatedPlan | None, bool]:
+    ) -> tuple[Candidate | None, bool]:
         """The plan at one ZeRO level, and whether memory limits no pipeline: then no higher level can be faster."""
         replicas = self._sharding(sum(count for _, count in mix), zero)
         free = all(own == self.pipeline_memory.whole(template) for own, (template, _) in zip(most, mix, strict=True))
@@ -242,7 +242,72 @@ class Predictor:
         seconds = (pipelines_s, shown_s, update_s)
         sent_usd = usd(self.exchanges(mix, layout), zero, max(counts)) if self.fleet.usd_per_byte else 0.0
         free = free or all(count < own for count, own in zip(counts, most, strict=True))
-        return EvaluatedPlan(plan=plan, predicted=self._spent.of(plan, seconds, sent_usd, replicas)), free
+        return Candidate(plan=plan, predicted=self._predicted(plan, seconds, sent_usd, replicas)), free
+
+    def _predicted(
+        self, plan: TemplatePlan, seconds: tuple[float, float, float], sync_usd: float, replicas: int
+    ) -> Predicted:
+        """Devices, money, energy and memory of a step. ``seconds``: of pipelines, of sync and of the update."""
+        step_s = sum(seconds)
+        used = [(self.fleet.pool(name), count) for name, count in plan.devices.items()]
+        prices = [pool.usd_per_device_hour for pool, _ in used]
+        watts = [pool.watts_per_device for pool, _ in used]
+        hourly = sum((p or 0.0) * n for p, (_, n) in zip(prices, used, strict=True)) if None not in prices else None
+        power = sum((w or 0.0) * n for w, (_, n) in zip(watts, used, strict=True)) if None not in watts else None
+        peaks = [
+            (need.total, self.fleet.pool(home.pool).memory_bytes)
+            for g in plan.groups
+            for need, home in zip(
+                self.pipeline_memory.memory(
+                    g.template,
+                    micro_batches=g.num_microbatches,
+                    schedule=plan.schedule,
+                    replicas=replicas,
+                    zero=plan.zero,
+                ),
+                g.template.homes,
+                strict=True,
+            )
+        ]
+        fullest, room = max(peaks, key=lambda own: own[0] / own[1])
+        return Predicted(
+            step_s=step_s,
+            pipelines_s=seconds[0],
+            sync_s=seconds[1],
+            update_s=seconds[2],
+            samples_per_s=plan.global_batch / step_s if step_s > 0 else inf,
+            devices=sum(count for _, count in used),
+            usd_per_hour=hourly,
+            usd=None if hourly is None else hourly * step_s / 3600 + sync_usd + self._message_usd(plan),
+            joules=None if power is None else power * step_s,
+            peak_bytes=max(peak for peak, _ in peaks),
+            fullest_bytes=fullest,
+            peak_share=fullest / room,
+        )
+
+    def _message_usd(self, plan: TemplatePlan) -> float:
+        """Price of the messages between stages."""
+        if not self.fleet.usd_per_byte:
+            return 0.0
+        usd = 0.0
+        for group in plan.groups:
+            tables = self.stage_tables.of(group.template)
+            for a, b, table in zip(group.template.stages, group.template.stages[1:], tables, strict=False):
+                price = self.fleet.traffic_usd_per_byte(self.fleet.pool(a.pool), self.fleet.pool(b.pool))
+                if a.pool != b.pool and price:
+                    usd += 2 * price * table.output_bytes(a.stop) * group.num_microbatches * group.replicas
+            usd += group.replicas * self._tied_usd(group.template)
+        return usd
+
+    def _tied_usd(self, template: Template) -> float:
+        """Price of the all-reduce of tied parameters between ranks."""
+        places, size_bytes = self.stage_tables.tied(template)
+        if len(places) < 2:
+            return 0.0
+        pools = [self.fleet.pool(template.homes[place].pool) for place in places]
+        around = zip(pools, [*pools[1:], pools[0]], strict=True)
+        price = sum(self.fleet.traffic_usd_per_byte(a, b) for a, b in around if a.name != b.name)
+        return price * size_bytes * 2 * (len(places) - 1) / len(places)
 
     def _step_s(
         self, mix: Mix, groups: Sequence[TemplateGroup], schedule: ScheduleName, layout: Layout, zero: int

@@ -21,21 +21,18 @@ from heterodyne.cluster.fleet import Fleet, Pool
 from heterodyne.cost.layers import Widths
 from heterodyne.predictor.software import Software
 from heterodyne.search.fleet.bounded_cache import BoundedCache
-from heterodyne.search.fleet.comm_volume import Rates
 from heterodyne.search.fleet.fleet_wires import Wires
-from heterodyne.search.fleet.gradient_sync import GradientSync, Line, RingCost
-from heterodyne.search.fleet.network import Exchanges, Placed
+from heterodyne.search.fleet.gradient_sync import Exchanges, GradientSync, Line, Placed, RingCost
 from heterodyne.search.fleet.plan import Layout, Template, TemplateStage
-from heterodyne.search.fleet.stage_sums import StageSums
+from heterodyne.search.fleet.stage_tables import StageSums
+from heterodyne.search.fleet.tables import Rates
 
 __all__ = ["RingNetwork"]
-
-_LINES_KEPT = 1024
 
 
 @dataclass(frozen=True)
 class RingNetwork:
-    """Implements `network.Network` for a fleet, as some software uses it."""
+    """Seconds and usd of the traffic between devices of a fleet, as some software sends it."""
 
     fleet: Fleet
     software: Software = field(default_factory=Software)
@@ -50,17 +47,16 @@ class RingNetwork:
 
     @cached_property
     def _lines(self) -> BoundedCache[tuple[StageSums, int, Layout], Line]:
-        return BoundedCache(_LINES_KEPT)
+        return BoundedCache()
 
     @cached_property
     def _until(self) -> BoundedCache[Template, list[int]]:
-        return BoundedCache(_LINES_KEPT)
-
-    def joined(self, a: str, b: str) -> bool:
-        return self._wires.between(a, b) is not None or (a == b and self.fleet.pool(a).nodes == 1)
+        return BoundedCache()
 
     def send_s(self, template: Template, stage: int, size_bytes: float, layout: Layout) -> float:
-        """Over the link inside a node, or over the share of the node's link that each of its pipelines has."""
+        """Return the seconds of a message from a stage to the next one: over the link inside a node, or over the share of the node's link
+        that each of its pipelines has.
+        """
         source, target = template.stages[stage], template.stages[stage + 1]
         pool = self.fleet.pool(source.pool)
         if source.pool == target.pool and self._same_node(template, stage, pool, layout):
@@ -75,13 +71,14 @@ class RingNetwork:
         return wire.latency_s + size_bytes / (wire.bandwidth_bytes_per_s * part)
 
     def summed_s(self, template: Template, places: Sequence[int], size_bytes: float, layout: Layout) -> float:
-        """A ring through the ranks, two passes, at the pace of its slowest link."""
+        """Return the seconds of an all-reduce between some ranks of each pipeline: a ring, two passes, at the pace of its slowest link."""
         homes = [template.homes[place] for place in places]
         ways = [self._way(template, a, b, layout) for a, b in pairwise([*homes, homes[0]])]
         steps = 2 * (len(homes) - 1)
         return steps * max(latency_s + size_bytes / len(homes) * s_per_byte for latency_s, s_per_byte in ways)
 
     def exchanges(self, placed: Placed, sums_of: Mapping[Template, StageSums], layout: Layout) -> Exchanges:
+        """Return the collectives of gradients and parameters over the replicas of their layers."""
         lines = [self._line(sums_of[template], count, layout) for template, count in placed]
         laid = GradientSync(self._wires, lines, self._known, self.software)
         of = {template: own for (template, _), own in zip(placed, laid.exchanges(), strict=True)}
@@ -91,6 +88,9 @@ class RingNetwork:
         return Exchanges(of=of, gradients_usd=gradients, updated_usd=updated, parameters_usd=parameters)
 
     def least_s_per_byte(self, pool: str, widths: Widths, replicas: int) -> Rates:
+        """Return lower bounds on the seconds per byte of a ring pass of a stage on a pool with at least ``replicas`` replicas: per byte of
+        a device if all are in one node, and per byte of the stage if not. Infinite where impossible.
+        """
         own = self.fleet.pool(pool)
         inside = self._wires.inside(own)
         wires = [wire for other in self.fleet.pools if (wire := self._wires.between(pool, other.name)) is not None]
@@ -106,7 +106,7 @@ class RingNetwork:
         """Latency and seconds per byte between any two ranks of a pipeline."""
         pool = self.fleet.pool(source.pool)
         if source.pool == target.pool and self._all_in_a_node(template, pool, layout):
-            wire, part = self._wires.inside(pool), float(min(source.width, target.width))
+            wire, part = self._wires.inside(pool), float(min(source.widths.tensor, target.widths.tensor))
         else:
             wire = self._wires.between(source.pool, target.pool)
             part = min(self._part(template, source, layout), self._part(template, target, layout))

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from math import ceil, inf
 
 from heterodyne.plan.schedules.makespans import Makespans
-from heterodyne.search.fleet.evaluated_plan import Mix
-from heterodyne.search.fleet.plan import TemplateGroup
+from heterodyne.search.fleet.plan import Mix, TemplateGroup
 
 __all__ = ["groups_of", "micro_batches_each", "time_until"]
 

@@ -72,9 +72,9 @@ class Space:
             (self.max_chunks, max(template.chunks for template in templates)),
             (self.max_pipelines, plan.pipelines),
             (self.max_templates, len(templates)),
-            (self.max_width, max(stage.width for stage in stages)),
-            (self.max_context, max(stage.context for stage in stages)),
-            (self.max_data, max(stage.data for stage in stages)),
+            (self.max_width, max(stage.widths.tensor for stage in stages)),
+            (self.max_context, max(stage.widths.context for stage in stages)),
+            (self.max_data, max(stage.widths.data for stage in stages)),
         )
         return (
             all(most is None or has <= most for most, has in limits)
@@ -85,6 +85,11 @@ class Space:
             and plan.schedule in self.schedules
             and plan.layout in self.layouts
         )
+
+    @property
+    def splits(self) -> bool:
+        """Whether some schedule runs the halves of a backward apart."""
+        return not SPLIT.isdisjoint(self.schedules)
 
     @property
     def low_zero(self) -> int:

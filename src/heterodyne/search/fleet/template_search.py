@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.kinds import Kind
 
-__all__ = ["TIMES", "Room", "Runs", "TemplateSearch"]
+__all__ = ["NO_TIME_S", "TIMES", "Room", "Runs", "TemplateSearch"]
 
 TIMES = 8
 """Bottleneck times for each number of replicas."""
@@ -35,7 +35,7 @@ _OF_OCTAVE = 3  # numbers of replicas between a power of two and the next one
 _SLOWER = 1.5  # times the fastest if nothing waited, up to which a number of replicas is looked at
 _BEST = 6  # numbers of stages for each number of replicas and set of pools
 _ALL_SETS = 6  # pools, up to which all sets are tried: 64 of them
-_NO_TIME_S = 1e-12  # of a layer that costs nothing
+NO_TIME_S = 1e-12  # of a layer that costs nothing
 
 Layers = NDArray[np.float32]
 Runs = tuple[tuple[int, int], ...]
@@ -146,11 +146,11 @@ class TemplateSearch:
         layer_s = np.inf
         for kind in self.kinds:
             forward, backward, _ = self._passes(kind)
-            each_s = max(_NO_TIME_S, forward + backward)
+            each_s = max(NO_TIME_S, forward + backward)
             own = np.minimum(self.room[kind.pool] // replicas // kind.devices, self.stages) / each_s
             pace[kind.pool] = np.maximum(pace[kind.pool], own)
             layer_s = min(layer_s, each_s)
-        found: Floats = np.maximum(layer_s, self._model_layers / np.maximum(pace.sum(axis=0), _NO_TIME_S))
+        found: Floats = np.maximum(layer_s, self._model_layers / np.maximum(pace.sum(axis=0), NO_TIME_S))
         return found
 
     def _passes(self, kind: Kind) -> tuple[float, float, float]:
@@ -214,7 +214,7 @@ class TemplateSearch:
         held = np.minimum(np.arange(1, self.stages + 1)[None, :], self.rounds[:, None])
         most = np.zeros((len(self.replicas), TIMES, self.stages), dtype=np.float32)
         for again in {False, self.recompute}:
-            each_s = max(_NO_TIME_S, forward + backward + (recomputed if again else 0.0))
+            each_s = max(NO_TIME_S, forward + backward + (recomputed if again else 0.0))
             done = np.floor(np.maximum(0.0, self.seconds - waits_s) / each_s * (1 + 1e-9))
             room = Room.of(kind, self.zero, recompute=again).most_layers(held, self.replicas[:, None])
             most = np.maximum(most, np.minimum(done[:, :, None], room[:, None, :]))

@@ -5,7 +5,7 @@ Such a plan names device kinds and counts, no ids (see `plan.bind`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -17,33 +17,35 @@ from heterodyne.plan.mesh import Kind
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Axis, Group, Layout, Pipeline, Plan, Prediction, Region, Stage
 from heterodyne.plan.precision import Precisions
+from heterodyne.plan.schedules import SCHEDULES
+from heterodyne.plan.schedules.clock import play
+from heterodyne.plan.schedules.times import Read
 from heterodyne.plan.short import in_short
-from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
+from heterodyne.search.fleet.evaluator import Watch
 from heterodyne.search.fleet.explain import (
-    family_in_words,
     host_exchange_in_words,
     step_in_words,
     unjoined_in_words,
     why_more,
 )
-from heterodyne.search.fleet.families import best_of_all, outcomes
+from heterodyne.search.fleet.families import with_families
 from heterodyne.search.fleet.objective import Objective
-from heterodyne.search.fleet.plan import Template, TemplatePlan, TemplateStage
-from heterodyne.search.fleet.planner import FleetPlanner, Planned
+from heterodyne.search.fleet.plan import Candidate, Template, TemplateGroup, TemplatePlan, TemplateStage
+from heterodyne.search.fleet.planner import FleetPlanner
+from heterodyne.search.fleet.pool import CandidatePool
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.timeline import fleet_timeline
-from heterodyne.search.fleet.watch import Watch
 from heterodyne.search.result import AlternativeRow, PlanningResult
+from heterodyne.timeline import Event, Timeline
 
-__all__ = ["FleetResult", "PaperPlanner", "written_plan"]
+__all__ = ["FleetResult", "PaperPlanner", "fleet_timeline", "written_plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetResult(PlanningResult):
-    """The result of a search over device classes. Only this module looks into what the search found."""
+    """The result of a search over device classes. Only this module looks into its candidates."""
 
-    _found: Planned = field(repr=False)
+    _pool: CandidatePool = field(repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,48 +92,42 @@ class PaperPlanner:
             alone += [own] if accepts(own.plan) else []
         if not alone:
             return found
-        best = min(alone, key=lambda own: objective.score(own._found.best))
+        best = min(alone, key=lambda own: objective.score(own._pool.best))
         return replace(best, bound_s=found.bound_s, frontier=found.frontier, refused=found.plan)
 
-    def with_families(
-        self, result: FleetResult, space: Space, accepts: Callable[[Plan], bool] | None = None
-    ) -> FleetResult:
+    def with_families(self, result: FleetResult, space: Space) -> FleetResult:
         """With the best plan of each family; the best accepted one of all becomes the plan."""
-        found = tuple(outcomes(self.planner, result._found, space))
-        takes = None if accepts is None else (lambda plan: accepts(self._plan(plan)))
-        best = best_of_all(result._found, found, takes)
+        pool, families = with_families(self.planner, result._pool, space)
         rows = (
             AlternativeRow(
-                name=own.family.name,
+                name=own.name,
                 plan=None if own.best is None else self._predicted(own.best),
-                note=family_in_words(own, best),
+                note=f"impossible: {own.why_not}"
+                if own.best is None
+                else why_more(own.best, pool.best, pool.objective),
             )
-            for own in found
+            for own in families
         )
-        return replace(self._result(best), families=tuple(rows))
+        return replace(self._result(pool), families=tuple(rows))
 
-    def _result(self, found: Planned) -> FleetResult:
-        best = self._predicted(found.best, reason=f"the best found for {found.objective.goal}")
-        rows = [AlternativeRow(name=in_short(best), plan=best, chosen=True, note="chosen")]
-        for own in found.runners_up:
-            plan = self._predicted(own)
-            note = why_more(own, found.best, found.objective)
-            rows.append(AlternativeRow(name=in_short(plan), plan=plan, note=note))
-        words = (
-            step_in_words(found),
-            host_exchange_in_words(self.fleet, found.best.plan),
-            unjoined_in_words(self.fleet, found.best.plan),
-        )
+    def _result(self, pool: CandidatePool) -> FleetResult:
+        best, fleet = pool.best, self.fleet
+        plan = self._predicted(best, reason=f"the best found for {pool.objective.goal}")
+        rows = [AlternativeRow(name=in_short(plan), plan=plan, chosen=True, note="chosen")]
+        for own in pool.runners_up:
+            other = self._predicted(own)
+            rows.append(AlternativeRow(name=in_short(other), plan=other, note=why_more(own, best, pool.objective)))
+        words = step_in_words(pool), host_exchange_in_words(fleet, best.plan), unjoined_in_words(fleet, best.plan)
         return FleetResult(
-            plan=best,
+            plan=plan,
             alternatives=tuple(rows),
             words=tuple(filter(None, words)),
-            timeline=lambda: fleet_timeline(self._predictor, found.best),
-            bound_s=found.bound_s,
-            frontier=tuple(map(self._predicted, found.frontier)),
-            stopped=found.stopped,
-            refused=None if found.refused is None else self._predicted(found.refused),
-            _found=found,
+            timeline=lambda: fleet_timeline(self._predictor, best),
+            bound_s=pool.bound_s,
+            frontier=tuple(map(self._predicted, pool.frontier)),
+            stopped=pool.stopped,
+            refused=None if pool.refused is None else self._predicted(pool.refused),
+            _pool=pool,
         )
 
     def _plan(self, plan: TemplatePlan) -> Plan:
@@ -139,7 +135,7 @@ class PaperPlanner:
         made = written_plan(plan, self.fleet, stages.expert_width, stages.recomputed)
         return made.model_copy(update={"precision": self.precision})
 
-    def _predicted(self, found: EvaluatedPlan, reason: str = "") -> Plan:
+    def _predicted(self, found: Candidate, reason: str = "") -> Plan:
         own = found.predicted
         prediction = Prediction(
             step_s=own.step_s,
@@ -205,7 +201,8 @@ def written_plan(
 def _stage(stage: TemplateStage, fleet: Fleet, place: int | None, experts: int, recomputed: tuple[int, ...]) -> Stage:
     pool = fleet.pool(stage.pool)
     # What exchanges most is innermost, among the devices that are nearest to each other.
-    ways: tuple[tuple[Kind, int], ...] = (("replicate", stage.data), ("context", stage.context), ("split", stage.width))
+    tensor, context, data = stage.widths
+    ways: tuple[tuple[Kind, int], ...] = (("replicate", data), ("context", context), ("split", tensor))
     axes = [Axis(kind=kind, shares=(1,) * width) for kind, width in ways if width > 1] or [Axis(shares=(1,))]
     layout = Layout(kind=axes[0].kind, shares=axes[0].shares, inner=tuple(axes[1:]))
     return Stage(
@@ -236,3 +233,46 @@ def _batches(plan: TemplatePlan) -> list[tuple[int, ...]]:
             if not sizes[-1]:
                 sizes.pop()
     return [tuple(sizes) for sizes in found]
+
+
+def fleet_timeline(predictor: Predictor, candidate: Candidate) -> Timeline:
+    """Pipelines as played, then gradient sync, then the update. A rank stands for all that do the same."""
+    events: list[Event] = []
+    names: list[str] = []
+    predicted = candidate.predicted
+    for group in candidate.plan.groups:
+        first = len(names)
+        events += _played(predictor, candidate, group, first)
+        for number, home in enumerate(group.template.homes):
+            width = f", {home.devices} devices each ({home.widths.in_words})" if home.devices > 1 else ""
+            own = ", ".join(map(str, range(number, len(group.template.stages), group.template.places)))
+            stages = f"stage{'s' * (group.template.chunks > 1)} {own}"
+            names.append(f"{home.pool} {stages} of {group.replicas} pipelines{width}")
+    done = predicted.pipelines_s
+    for rank in range(len(names)):
+        spans = (
+            ("REDUCE_GRAD", done, done + predicted.sync_s),
+            ("STEP", done + predicted.sync_s, done + predicted.sync_s + predicted.update_s),
+        )
+        for kind, start, end in spans:
+            if end > start:
+                lane = "comm" if kind == "REDUCE_GRAD" else "compute"
+                events.append(Event(rank=rank, lane=lane, kind=kind, name=kind, step=0, start_s=start, end_s=end))  # type: ignore[arg-type]
+    return Timeline.of("simulated", names, events)
+
+
+def _played(predictor: Predictor, candidate: Candidate, group: TemplateGroup, first: int) -> Iterator[Event]:
+    plan = candidate.plan
+    makespans = predictor.played(plan.mix, plan.schedule, plan.layout, plan.zero)[group.template]
+    reads = [
+        Read(source=number, reader=number + 1, forward_s=send_s, backward_s=send_s)
+        for number, send_s in enumerate(makespans.sends)
+    ]
+    schedule = SCHEDULES[plan.schedule]
+    orders = schedule.orders(makespans.places, makespans.chunks, group.num_microbatches)
+    told = play(orders, makespans.stages, reads=reads)
+    for place, (row, starts, ends) in enumerate(zip(orders, told.starts, told.ends, strict=True)):
+        for action, start, end in zip(row, starts, ends, strict=True):
+            yield Event(
+                rank=first + place, lane="compute", kind=action.kind, name=str(action), step=0, start_s=start, end_s=end
+            )

@@ -22,7 +22,7 @@ from heterodyne.predictor.constants import constants
 from heterodyne.predictor.overlap import exposed_s, last_bucket_s, returned_s
 from heterodyne.predictor.software import Software
 from heterodyne.search.fleet.arrays import Floats
-from heterodyne.search.fleet.network import Exchange, Exchanges
+from heterodyne.search.fleet.gradient_sync import Exchange, Exchanges
 
 __all__ = ["beside", "exposed_at_end_s", "of_places", "usd"]
 

@@ -13,9 +13,8 @@ from itertools import combinations, pairwise, permutations, product
 from math import inf
 
 from heterodyne.plan.schedules.bounds import place_lines
-from heterodyne.search.fleet.evaluated_plan import mix_of
 from heterodyne.search.fleet.kinds import Kind, kinds_of
-from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, Template, suits
+from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, Template, mix_of, suits
 from heterodyne.search.fleet.search import Search
 
 __all__ = ["Exhaustive"]

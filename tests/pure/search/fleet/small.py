@@ -9,7 +9,6 @@ from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.predictor.software import Software
 from heterodyne.search.fleet.predict import Predictor
-from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Tables
@@ -121,7 +120,6 @@ def search_of(
     predictor = Predictor(
         fleet=fleet,
         tables=Tables(costs),
-        network=RingNetwork(fleet),
         global_batch=global_batch,
         software=Software(overlap_sends=not waits, overlap_gradients=not waits),
     )

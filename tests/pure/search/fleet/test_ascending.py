@@ -7,7 +7,7 @@ from itertools import islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterodyne.search.fleet.ascending import ascending
+from heterodyne.search.fleet.climbing import ascending
 
 Parts = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=30)
 

@@ -9,8 +9,7 @@ import pytest
 from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.held import peak_bytes
 from heterodyne.plan.schedules.times import StageBytes
-from heterodyne.search.fleet.chunks import chunked
-from heterodyne.search.fleet.plan import INTERLEAVED, ScheduleName, Template, TemplateStage
+from heterodyne.search.fleet.plan import INTERLEAVED, ScheduleName, Template, TemplateStage, chunked
 from heterodyne.search.fleet.space import Space
 from pure.search.fleet.small import drawn, search_of
 
@@ -20,7 +19,7 @@ SCHEDULE_NAMES = Space().schedules
 def _template(pools: list[str], chunks: int, layers: int, chance: random.Random) -> Template:
     cuts = sorted(chance.sample(range(1, layers), len(pools) * chunks - 1))
     stages = tuple(
-        TemplateStage(pool=pools[number % len(pools)], width=1, start=start, stop=stop)
+        TemplateStage(pool=pools[number % len(pools)], start=start, stop=stop)
         for number, (start, stop) in enumerate(zip([0, *cuts], [*cuts, layers], strict=True))
     )
     return Template(micro_batch=1, stages=stages, chunks=chunks)
@@ -105,7 +104,7 @@ def test_places_keep_their_layers_when_they_get_more_stages() -> None:
 
 
 def test_stages_of_a_place_that_are_not_alike_are_refused() -> None:
-    stages = tuple(TemplateStage(pool=f"p{n % 2}", width=1, start=n, stop=n + 1) for n in range(4))
+    stages = tuple(TemplateStage(pool=f"p{n % 2}", start=n, stop=n + 1) for n in range(4))
     assert Template(micro_batch=1, stages=stages, chunks=2).places == 2
     with pytest.raises(ValueError, match="share a place, and are not alike"):
         Template(micro_batch=1, stages=(*stages[:2], *stages[:1:-1]), chunks=2)

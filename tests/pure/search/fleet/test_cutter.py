@@ -48,8 +48,8 @@ def test_no_cut_is_done_sooner(data: st.DataObject) -> None:
 
 def test_a_space_may_ask_for_pipelines_that_are_all_alike() -> None:
     fleet, costs, samples = drawn(random.Random(3), devices=6, blocks=5)
-    best = search_of(fleet, costs, samples, Space(max_templates=1)).run(lambda weighed: weighed.predicted.step_s)
-    whole = search_of(fleet, costs, samples).run(lambda weighed: weighed.predicted.step_s)
+    best = search_of(fleet, costs, samples, Space(max_templates=1)).run()
+    whole = search_of(fleet, costs, samples).run()
     assert best is not None
     assert whole is not None
     assert len({group.template for group in best.plan.groups}) == 1

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from heterodyne.cluster.fleet import Fleet, Pool
+from heterodyne.cost.layers import Widths
 from heterodyne.errors import PlanError
 from heterodyne.plan.export import even_plan_of_groups, megatron_arguments, schedule_csv, torchtitan_toml
 from heterodyne.search.fleet.plan import Template, TemplateGroup, TemplatePlan, TemplateStage
@@ -20,8 +21,8 @@ FLEET = Fleet(
     ),
 )
 STAGES = (
-    TemplateStage(pool="new", width=2, start=0, stop=6, recompute=True),
-    TemplateStage(pool="new", width=2, start=6, stop=14),
+    TemplateStage(pool="new", widths=Widths(tensor=2), start=0, stop=6, recompute=True),
+    TemplateStage(pool="new", widths=Widths(tensor=2), start=6, stop=14),
 )
 GROUP = TemplateGroup(template=Template(micro_batch=2, stages=STAGES), replicas=4, num_microbatches=8)
 PLAN = TemplatePlan(groups=(GROUP,), global_batch=64)
@@ -37,7 +38,7 @@ def test_an_even_plan_keeps_its_degrees() -> None:
 
 
 def test_parts_of_the_sequence_are_cp_and_parts_of_the_micro_batch_are_replicas() -> None:
-    shared = tuple(replace(stage, context=4, data=2) for stage in STAGES)
+    shared = tuple(replace(stage, widths=stage.widths._replace(context=4, data=2)) for stage in STAGES)
     plan = replace(PLAN, groups=(replace(GROUP, template=replace(GROUP.template, stages=shared)),))
     even = even_plan_of_groups(written_plan(plan, FLEET, lambda *_: 16))
     assert (even.dp, even.tp, even.cp, even.ep, even.micro_batch_size) == (8, 2, 4, 16, 1)
@@ -69,7 +70,7 @@ def test_pools_of_one_kind_are_one() -> None:
             (STAGES[0], replace(STAGES[1], pool="old")),
             "one kind of device, and the plan has A100-SXM-80GB, V100-SXM2-32GB",
         ),
-        ((STAGES[0], replace(STAGES[1], width=4)), "widths tensor 2, tensor 4"),
+        ((STAGES[0], replace(STAGES[1], widths=Widths(4))), "widths tensor 2, tensor 4"),
     ],
 )
 def test_what_is_uneven_is_told(stages: tuple[TemplateStage, ...], told: str) -> None:
@@ -87,7 +88,10 @@ def test_shares_that_differ_are_told_with_a_batch_that_would_be_even() -> None:
 
 
 def test_several_stages_on_each_place_keep_their_number() -> None:
-    stages = tuple(TemplateStage(pool="new", width=2, start=a, stop=b) for a, b in ((0, 4), (4, 7), (7, 10), (10, 14)))
+    stages = tuple(
+        TemplateStage(pool="new", widths=Widths(tensor=2), start=a, stop=b)
+        for a, b in ((0, 4), (4, 7), (7, 10), (10, 14))
+    )
     group = replace(GROUP, template=Template(micro_batch=2, stages=stages, chunks=2))
     even = even_plan_of_groups(written_plan(replace(PLAN, groups=(group,), schedule="Interleaved1F1B"), FLEET))
     assert (even.pp, even.vpp, even.devices) == (2, 2, 16)

@@ -12,7 +12,7 @@ from pure.search.fleet.small import drawn, search_of
 def test_a_search_that_is_dropped_is_freed_at_once() -> None:
     fleet, costs, samples = drawn(random.Random(7), devices=5, blocks=4)
     search = search_of(fleet, costs, samples)
-    assert search.run(lambda weighed: weighed.predicted.step_s) is not None
+    assert search.run() is not None
     kept = [weakref.ref(search), weakref.ref(search.predictor), weakref.ref(search.tables)]
     gc.disable()
     try:

@@ -6,10 +6,13 @@ import random
 from collections import Counter
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
-from heterodyne.search.fleet.evaluated_plan import Mix, mix_of
+from heterodyne.search.fleet.counts import Limits
 from heterodyne.search.fleet.neighbourhood import Neighbourhood
+from heterodyne.search.fleet.plan import Mix, mix_of
+from heterodyne.search.fleet.space import Space
 from pure.search.fleet.small import drawn, search_of
 
 
@@ -17,20 +20,13 @@ from pure.search.fleet.small import drawn, search_of
 def test_neighbours_hold_the_model_on_devices_that_there_are(number: int) -> None:
     fleet, costs, samples = drawn(random.Random(number), devices=6, ways=1 + number % 3)
     search = search_of(fleet, costs, samples)
-    if search.run(lambda weighed: weighed.predicted.step_s) is None:
+    if search.run() is None:
         return
-    columns = list({template for mix in search.evaluated for template, _ in mix})
-    near = Neighbourhood(
-        predictor=search.predictor,
-        cutter=search._cutter,
-        columns=columns[:6],
-        sizes=search.kinds.sizes,
-        widths=search.kinds.widths,
-        recompute=True,
-    )
+    columns = list({template for mix in search.pool.evaluated for template, _ in mix})
+    near = Neighbourhood(kinds=search.kinds, cutter=search._cutter, columns=columns[:6], limits=search.limits)
     room = {pool.name: pool.devices for pool in fleet.pools}
     # Those of the most pipelines and of the most kinds, from which the most moves lead away.
-    starts = sorted(search.evaluated, key=lambda mix: (len(mix), max(len(t.stages) for t, _ in mix)))[-3:]
+    starts = sorted(search.pool.evaluated, key=lambda mix: (len(mix), max(len(t.stages) for t, _ in mix)))[-3:]
     for start in starts:
         every = set(near.from_mix(start, 1))
         assert len(every) > 1
@@ -44,17 +40,13 @@ def test_stages_go_from_one_pipeline_to_another() -> None:
         fleet, costs, samples = drawn(random.Random(number), devices=6)
         if len(fleet.pools) == 3:
             break
-    search = search_of(fleet, costs, samples)
+    search = search_of(fleet, costs, samples, Space(recompute=False))
     size = search.kinds.sizes[0]
     a, b, c = ((pool.name, search.kinds.widths(pool.name, size)[0], 1) for pool in fleet.pools)
-    near = Neighbourhood(
-        predictor=search.predictor,
-        cutter=search._cutter,
-        columns=[],
-        sizes=search.kinds.sizes,
-        widths=search.kinds.widths,
-        recompute=False,
+    limits = Limits(
+        room=np.array([pool.devices for pool in fleet.pools]), pools=tuple(pool.name for pool in fleet.pools)
     )
+    near = Neighbourhood(kinds=search.kinds, cutter=search._cutter, columns=[], limits=limits)
     pair, one = (next(search._cutter.cut(places, size, 4, 2, 1)) for places in ((a, b), (c,)))
     found = {
         frozenset(frozenset(template.devices) for template, _ in mix)

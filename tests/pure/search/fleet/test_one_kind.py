@@ -13,10 +13,8 @@ from heterodyne.predictor.layer_costs import PredictedLayers, predicted_layers
 from heterodyne.predictor.setup import Setup
 from heterodyne.predictor.software import Software
 from heterodyne.predictor.transformer import Transformer
-from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
-from heterodyne.search.fleet.plan import ScheduleName, Template, TemplateStage
+from heterodyne.search.fleet.plan import Candidate, ScheduleName, Template, TemplateStage
 from heterodyne.search.fleet.predict import Predictor
-from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.tables import Tables
 
 KIND = "A100-SXM-80GB"
@@ -36,7 +34,7 @@ def evaluated(
     dp: int, tp: int, pp: int, micro_batches: int, *, zero: int = 0, model: Transformer = MODEL, chunks: int = 1,
     software: Software = OPEN, inside: Wire = NVLINK, between: Wire = CARDS, recompute: bool = False,
     schedule: ScheduleName = "1F1B", each: int = 8,
-) -> EvaluatedPlan | None:  # fmt: skip
+) -> Candidate | None:  # fmt: skip
     """``dp`` pipelines, each of ``pp`` places with ``chunks`` stages on ``tp`` devices, on nodes of ``each``."""
     pool = Pool(
         name="all", kind=KIND, nodes=max(1, dp * tp * pp // each), devices_per_node=each, memory_bytes=10**15, inside=inside,
@@ -46,7 +44,6 @@ def evaluated(
     predictor = Predictor(
         fleet=fleet,
         tables=Tables(layers_of(model, software, fleet)),
-        network=RingNetwork(fleet, software),
         global_batch=2 * dp * micro_batches,
         software=software,
     )
@@ -55,7 +52,8 @@ def evaluated(
     template = Template(
         micro_batch=2,
         stages=tuple(
-            TemplateStage(pool="all", width=tp, start=a, stop=b, recompute=recompute) for a, b in pairwise(cuts)
+            TemplateStage(pool="all", widths=Widths(tensor=tp), start=a, stop=b, recompute=recompute)
+            for a, b in pairwise(cuts)
         ),
         chunks=chunks,
     )

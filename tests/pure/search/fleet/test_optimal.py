@@ -9,16 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterodyne.cluster.fleet import Fleet
-from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan
-from heterodyne.search.fleet.plan import INTERLEAVED
+from heterodyne.search.fleet.plan import INTERLEAVED, Candidate
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.timeline import fleet_timeline
+from heterodyne.search.fleet.written import fleet_timeline
 from pure.search.fleet.exhaustive import Exhaustive
 from pure.search.fleet.small import Drawn, drawn, search_of
 
 
-def _step_s(weighed: EvaluatedPlan) -> float:
+def _step_s(weighed: Candidate) -> float:
     return weighed.predicted.step_s
 
 
@@ -28,11 +27,11 @@ def test_it_is_the_best_plan_there_is_nearly_always_and_never_far_from_it() -> N
         for number in range(6):
             fleet, costs, samples = drawn(random.Random(1000 * devices + number), devices=devices, blocks=blocks)
             search = search_of(fleet, costs, samples, waits=number % 3 == 2)
-            best = search.run(_step_s)
+            best = search.run()
             known_s = float("inf") if best is None else _step_s(best)
             other = search_of(fleet, costs, samples, waits=number % 3 == 2)
             shortest_s = Exhaustive(search=other, known_s=known_s).shortest_s()
-            assert search.bound_s <= shortest_s * (1 + 1e-9)
+            assert search.pool.bound_s <= shortest_s * (1 + 1e-9)
             if best is None:
                 assert shortest_s == float("inf")
             else:
@@ -47,12 +46,12 @@ def test_every_plan_that_is_weighed_keeps_memory_devices_and_batch_and_beats_no_
     chance = random.Random(number)
     fleet, costs, samples = drawn(chance, devices=chance.randint(2, 6), blocks=6, ways=1 + number % 3)
     search = search_of(fleet, costs, samples, waits=number % 2 == 1)
-    search.run(_step_s)
-    for mix, weighed in search.evaluated.items():
+    search.run()
+    for mix, weighed in search.pool.evaluated.items():
         _require_possible(weighed, fleet, costs, samples)
         _require_full(search, weighed)
         played_s = _step_s(weighed)
-        assert search.bound_s <= played_s * (1 + 1e-9)
+        assert search.pool.bound_s <= played_s * (1 + 1e-9)
         sync_and_update_s = search.predictor.least_sync_and_update_s(mix, search.space.layouts, search.space.zero)
         assert sync_and_update_s >= 0
         assert search.predictor.bound_s(mix) + sync_and_update_s <= played_s * (1 + 1e-9)
@@ -62,7 +61,7 @@ def test_every_plan_that_is_weighed_keeps_memory_devices_and_batch_and_beats_no_
             assert search.predictor.bound_at_most(mix, played_s, split=False)
 
 
-def _require_full(search: Search, weighed: EvaluatedPlan) -> None:
+def _require_full(search: Search, weighed: Candidate) -> None:
     """Of the micro-batches for which there is said to be room, one more would not fit."""
     room, plan = search.predictor.pipeline_memory, weighed.plan
     for template in (group.template for group in plan.groups if group.template.chunks == 1):
@@ -73,7 +72,7 @@ def _require_full(search: Search, weighed: EvaluatedPlan) -> None:
                 assert not room.fits(template, most + 1, schedule, plan.pipelines, plan.zero)
 
 
-def _require_possible(weighed: EvaluatedPlan, fleet: Fleet, costs: Drawn, samples: int) -> None:
+def _require_possible(weighed: Candidate, fleet: Fleet, costs: Drawn, samples: int) -> None:
     plan = weighed.plan
     assert all(count <= fleet.pool(pool).devices for pool, count in plan.devices.items())
     assert weighed.predicted.peak_share <= 1
@@ -95,7 +94,7 @@ def test_a_wider_choice_of_schedules_is_never_slower_and_helps_where_pipelines_w
         chance = random.Random(300 + number)
         fleet, costs, samples = drawn(chance, devices=4, blocks=6)
         found = [
-            search_of(fleet, costs, samples, Space(schedules=schedules)).run(_step_s)  # type: ignore[arg-type]
+            search_of(fleet, costs, samples, Space(schedules=schedules)).run()  # type: ignore[arg-type]
             for schedules in (("1F1B",), ("1F1B", "ZBH1", "ZBH2"), Space().schedules)
         ]
         if None in found:
@@ -112,8 +111,8 @@ def test_timelines_play_what_was_predicted() -> None:
     for number in range(5):
         fleet, costs, samples = drawn(random.Random(400 + number), devices=4, blocks=6)
         search = search_of(fleet, costs, samples)
-        search.run(_step_s)
-        for weighed in list(search.evaluated.values())[-8:]:
+        search.run()
+        for weighed in list(search.pool.evaluated.values())[-8:]:
             told = fleet_timeline(search.predictor, weighed)
             own = weighed.predicted
             ends = [e.end_s for e in told.events if e.kind not in ("REDUCE_GRAD", "STEP")]

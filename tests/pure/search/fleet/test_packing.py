@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from heterodyne.search.fleet.packing import Packing
+from heterodyne.search.fleet.counts import Packing
 
 
 def test_as_much_as_the_library_finds_at_prices_that_prove_it() -> None:

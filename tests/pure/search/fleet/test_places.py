@@ -9,8 +9,7 @@ import pytest
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.plan.short import in_short
 from heterodyne.report.plan_tables import plan_rows
-from heterodyne.search.fleet.chunks import chunked
-from heterodyne.search.fleet.plan import Template, TemplateGroup, TemplatePlan, TemplateStage
+from heterodyne.search.fleet.plan import Template, TemplateGroup, TemplatePlan, TemplateStage, chunked
 from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.written import written_plan
 from heterodyne.search.fleet.zero_traffic import of_places
@@ -28,9 +27,7 @@ FLEET = Fleet(
 COSTS = Drawn(
     layers=("block",) * 8, speed={"a": 1.0}, fixed_s=0.0, lost=1.0, backward=2.0, head=1.0, kept=0.1, weights=0.1
 )
-PLAIN = Template(
-    micro_batch=1, stages=tuple(TemplateStage(pool="a", width=1, start=2 * n, stop=2 * n + 2) for n in range(4))
-)
+PLAIN = Template(micro_batch=1, stages=tuple(TemplateStage(pool="a", start=2 * n, stop=2 * n + 2) for n in range(4)))
 (CHUNKED,) = chunked(PLAIN, 2)
 
 

@@ -14,22 +14,20 @@ from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.errors import ClusterError, InfeasibleError
 from heterodyne.search.explain import ratio_in_words
 from heterodyne.search.fleet.counts import Limits
-from heterodyne.search.fleet.criterion import Criterion
+from heterodyne.search.fleet.evaluator import Watch
 from heterodyne.search.fleet.explain import (
-    family_in_words,
     host_exchange_in_words,
     step_in_words,
     unjoined_in_words,
     why_more,
 )
-from heterodyne.search.fleet.families import Family, Outcome, best_of_all, outcomes
+from heterodyne.search.fleet.families import with_families
 from heterodyne.search.fleet.fleet_wires import Wires
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.plan import Template, TemplateGroup, TemplatePlan, TemplateStage
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.watch import Watch
 from heterodyne.units import format_seconds
 from pure.search.fleet.small import GIB, Drawn, drawn, search_of
 
@@ -188,20 +186,20 @@ def test_a_smaller_space_is_never_faster() -> None:
             planned = planner.plan()
         except InfeasibleError:
             continue
-        for outcome in outcomes(planner, planned):
-            assert (outcome.best is None) == bool(outcome.why_not)
-            if outcome.best is not None:
-                assert outcome.best.predicted.step_s >= planned.best.predicted.step_s * 0.99
+        for family in with_families(planner, planned, Space())[1]:
+            assert (family.best is None) == bool(family.why_not)
+            if family.best is not None:
+                assert family.best.predicted.step_s >= planned.best.predicted.step_s * 0.99
 
 
 def test_no_kind_of_plans_is_slower_than_a_plan_of_it_that_another_search_has_found() -> None:
     planner = _planner(_pool("fast", 3), _pool("slow", 3), costs=_costs(ways=3, fixed_s=0.0), samples=7)
     planned = planner.plan()
-    found = {outcome.family.name: outcome.best for outcome in outcomes(planner, planned)}
+    found = {family.name: family.best for family in with_families(planner, planned, Space())[1]}
     of_kind: dict[str, Callable[[Template], bool]] = {
-        "no tensor parallelism": lambda template: all(stage.width == 1 for stage in template.stages),
-        "no context parallelism": lambda template: all(stage.context == 1 for stage in template.stages),
-        "no stages that share a micro-batch": lambda template: all(stage.data == 1 for stage in template.stages),
+        "no tensor parallelism": lambda template: all(stage.widths.tensor == 1 for stage in template.stages),
+        "no context parallelism": lambda template: all(stage.widths.context == 1 for stage in template.stages),
+        "no stages that share a micro-batch": lambda template: all(stage.widths.data == 1 for stage in template.stages),
         "no recompute": lambda template: not any(stage.recompute for stage in template.stages),
         "no pipeline over several pools": lambda template: len(template.devices) == 1,
     }
@@ -227,9 +225,8 @@ def test_what_cannot_be_says_what_it_lacks_and_what_would_help() -> None:
 def test_under_limits_that_allow_no_pipeline_nothing_is_paired() -> None:
     """As in a search for less money, when the budget falls below what one pipeline costs."""
     search = _planner(_pool("fast", 2), _pool("slow", 2)).search(Space())
-    assert search._mixes.pairs([], Limits(room=np.array([0, 0])), 1.0) == []
-    aim = Criterion(score=lambda predicted: predicted.step_s, by_time=False)
-    assert search._played([()], None, aim, ("1F1B",)) is None, "no pipeline at all is no plan"
+    assert search._mixes.pairs([], Limits(room=np.array([0, 0]), pools=("fast", "slow")), 1.0) == []
+    assert search._played([()], None, ("1F1B",)) is None, "no pipeline at all is no plan"
 
 
 def test_a_goal_that_needs_prices_asks_for_them() -> None:
@@ -238,7 +235,7 @@ def test_a_goal_that_needs_prices_asks_for_them() -> None:
         _planner(pool).plan(Objective(goal="money"))
 
 
-def test_words_tell_the_step_the_runners_up_and_every_family() -> None:
+def test_words_tell_the_step_and_the_runners_up() -> None:
     planner = _planner(_pool("fast", 1), _pool("slow", 1))
     planned = planner.plan()
     assert format_seconds(planned.best.predicted.step_s) in step_in_words(planned)
@@ -246,24 +243,19 @@ def test_words_tell_the_step_the_runners_up_and_every_family() -> None:
         ratio = other.predicted.step_s / planned.best.predicted.step_s
         assert why_more(other, planned.best, planned.objective).startswith(ratio_in_words(ratio))
     assert why_more(planned.best, planned.best, planned.objective) == "the best plan is one of these"
-    for outcome in outcomes(planner, planned):
-        words = family_in_words(outcome, planned)
-        assert ("impossible" in words) == (outcome.best is None)
 
 
-def test_the_best_of_what_was_found_is_the_plan_whichever_kind_it_is_of() -> None:
+def test_the_best_of_what_was_found_is_the_plan_whichever_search_has_found_it() -> None:
     full = _planner(_pool("fast", 1), _pool("slow", 1)).plan()
-    worse = replace(full, best=full.runners_up[0], runners_up=full.runners_up[1:], frontier=full.runners_up[:1])
-    found = (
-        Outcome(family=Family(name="a", space=Space()), best=full.best),
-        Outcome(family=Family(name="b", space=Space()), best=None, why_not="no room"),
-    )
-    mended = best_of_all(worse, found)
-    assert mended.best.predicted.step_s == full.best.predicted.step_s
+    worse = replace(full, evaluated={}, others=full.runners_up)
+    assert worse.best == full.runners_up[0]
+    mended = replace(worse, others=(*worse.others, full.best))
+    assert mended.best == full.best
     assert mended.best in mended.frontier
     assert mended.runners_up == full.runners_up
-    assert best_of_all(worse, found, accepts=lambda plan: plan == worse.best.plan) is worse
-    assert best_of_all(full, found) is full
+    picky = replace(mended, accepts=lambda plan: plan == worse.best.plan)
+    assert (picky.best, picky.refused) == (worse.best, full.best)
+    assert replace(mended, accepts=lambda plan: False).best == full.best
 
 
 def test_the_fullest_device_is_told_by_its_own_bytes() -> None:
@@ -271,8 +263,8 @@ def test_the_fullest_device_is_told_by_its_own_bytes() -> None:
     small, large = _pool("slow", 1, memory=3), _pool("fast", 1, memory=60)
     predictor = _planner(small, large).search(Space()).predictor
     stages = (
-        TemplateStage(pool="slow", width=1, start=0, stop=3),
-        TemplateStage(pool="fast", width=1, start=3, stop=10),
+        TemplateStage(pool="slow", start=0, stop=3),
+        TemplateStage(pool="fast", start=3, stop=10),
     )
     weighed = predictor.evaluate(((Template(micro_batch=1, stages=stages), 1),))
     assert weighed is not None
@@ -295,9 +287,7 @@ def test_devices_without_a_library_in_common_meet_over_sockets_and_it_is_said() 
     wires = Wires(fleet)
 
     def said(*names: str) -> str:
-        groups = (
-            Template(micro_batch=1, stages=(TemplateStage(pool=name, width=1, start=0, stop=10),)) for name in names
-        )
+        groups = (Template(micro_batch=1, stages=(TemplateStage(pool=name, start=0, stop=10),)) for name in names)
         alone = tuple(TemplateGroup(template=template, replicas=1, num_microbatches=1) for template in groups)
         return host_exchange_in_words(fleet, TemplatePlan(groups=alone, global_batch=4))
 
@@ -325,7 +315,7 @@ def test_what_no_known_link_joins_is_told_where_devices_are_left_out() -> None:
 def test_more_devices_of_the_same_kinds_are_no_slower() -> None:
     few = search_of(Fleet(name="f", pools=(_pool("fast", 8), _pool("slow", 8))), _costs(), 64, Space(max_stages=6))
     many = search_of(Fleet(name="f", pools=(_pool("fast", 80), _pool("slow", 80))), _costs(), 64, Space(max_stages=6))
-    one, other = few.run(lambda w: w.predicted.step_s), many.run(lambda w: w.predicted.step_s)
+    one, other = few.run(), many.run()
     assert one is not None
     assert other is not None
     assert other.predicted.step_s <= one.predicted.step_s * (1 + 1e-9)
@@ -334,7 +324,7 @@ def test_more_devices_of_the_same_kinds_are_no_slower() -> None:
 def test_gradients_go_round_a_ring_that_enters_every_node_once() -> None:
     fleet = Fleet(name="f", pools=(_pool("fast", 4),))
     search = search_of(fleet, _costs(), 64)
-    template = Template(micro_batch=1, stages=(TemplateStage(pool="fast", width=1, start=0, stop=10),))
+    template = Template(micro_batch=1, stages=(TemplateStage(pool="fast", start=0, stop=10),))
     sums = {template: search.predictor.stage_tables.sums(template)}
     size = sums[template].tables[0].reduced_bytes(0, 10)
     for pipelines, bandwidth in ((1, 1.0), (2, 200e9), (8, 10e9)):

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
-from heterodyne.search.fleet.network import Exchange
+from heterodyne.search.fleet.gradient_sync import Exchange
 from heterodyne.search.fleet.plan import Template, TemplateStage
 from heterodyne.search.fleet.ring_network import RingNetwork
 from pure.search.fleet.small import Drawn, search_of
@@ -33,9 +33,7 @@ SUMS = search_of(FLEET, COSTS, 64).predictor.stage_tables.sums
 
 
 def _cut(*borders: int, micro_batch: int = 1) -> Template:
-    stages = (
-        TemplateStage(pool="a", width=1, start=start, stop=stop) for start, stop in pairwise((0, *borders, LAYERS))
-    )
+    stages = (TemplateStage(pool="a", start=start, stop=stop) for start, stop in pairwise((0, *borders, LAYERS)))
     return Template(micro_batch=micro_batch, stages=tuple(stages))
 
 

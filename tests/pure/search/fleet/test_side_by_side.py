@@ -5,7 +5,7 @@ from __future__ import annotations
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.predictor.from_config import transformer_of
 from heterodyne.predictor.layer_costs import predicted_layers
-from heterodyne.search.fleet.evaluated_plan import mix_of
+from heterodyne.search.fleet.plan import mix_of
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.space import Space
 

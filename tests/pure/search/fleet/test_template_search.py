@@ -95,10 +95,10 @@ def test_with_more_memory_no_fewer_layers_fit(seed: int) -> None:
 
 def test_a_pipeline_may_span_more_than_three_pools() -> None:
     """Where the model is too large for any three of four unlike devices."""
-    best = search_of(*_four_devices()).run(lambda weighed: weighed.predicted.step_s)
+    best = search_of(*_four_devices()).run()
     assert best is not None
     assert len(best.plan.groups[0].template.devices) == 4
-    few = search_of(*_four_devices(), Space(max_pools=3)).run(lambda weighed: weighed.predicted.step_s)
+    few = search_of(*_four_devices(), Space(max_pools=3)).run()
     assert few is None
 
 

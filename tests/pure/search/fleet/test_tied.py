@@ -12,7 +12,6 @@ from heterodyne.predictor.transformer import Transformer
 from heterodyne.search.fleet.plan import Template, TemplateStage
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.predict import Predictor
-from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.tables import Tables
 
 SMALL = Transformer(
@@ -33,14 +32,14 @@ def _fleet(gbit: float, **of_pools: object) -> Fleet:
 
 def _predictor(fleet: Fleet, model: Transformer) -> Predictor:
     costs = predicted_layers(model, fleet, precision="bf16")
-    return Predictor(fleet=fleet, tables=Tables(costs), network=RingNetwork(fleet), global_batch=16)
+    return Predictor(fleet=fleet, tables=Tables(costs), global_batch=16)
 
 
 CUT = Template(
     micro_batch=2,
     stages=(
-        TemplateStage(pool="new", width=1, start=0, stop=15),
-        TemplateStage(pool="old", width=1, start=15, stop=26),
+        TemplateStage(pool="new", start=0, stop=15),
+        TemplateStage(pool="old", start=15, stop=26),
     ),
 )
 
@@ -51,7 +50,7 @@ def test_two_machines_that_hold_the_shared_weights_sum_their_gradient() -> None:
     tied, own = (_predictor(fleet, replace(SMALL, tied=tied)) for tied in (True, False))
     ((with_sum, _), (without, _)) = (p.sync_and_update_s(((CUT, 1),), "stages", 0) for p in (tied, own))
     assert with_sum - without == pytest.approx(GRADIENT_BYTES / 125e6 + 2e-4)
-    whole = Template(micro_batch=2, stages=(TemplateStage(pool="new", width=1, start=0, stop=26),))
+    whole = Template(micro_batch=2, stages=(TemplateStage(pool="new", start=0, stop=26),))
     (tied_sync, tied_update), (own_sync, own_update) = (
         p.sync_and_update_s(((whole, 1),), "stages", 0) for p in (tied, own)
     )

@@ -12,13 +12,12 @@ from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.errors import InfeasibleError
 from heterodyne.predictor.layer_costs import predicted_layers
 from heterodyne.predictor.transformer import Transformer
-from heterodyne.search.fleet.evaluated_plan import EvaluatedPlan, mix_of
 from heterodyne.search.fleet.kinds import kinds_of, usable_widths
-from heterodyne.search.fleet.plan import Template, TemplateStage
+from heterodyne.search.fleet.plan import Candidate, Template, TemplateStage, mix_of
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.stage_sums import StageSums
+from heterodyne.search.fleet.stage_tables import StageSums
 from pure.search.fleet.exhaustive import Exhaustive
 from pure.search.fleet.small import GIB, Drawn, drawn, search_of
 
@@ -26,7 +25,7 @@ INSIDE = Wire(bandwidth_bytes_per_s=200e9, latency_s=0.0)
 BETWEEN = Wire(bandwidth_bytes_per_s=10e9, latency_s=0.0)
 
 
-def _step_s(weighed: EvaluatedPlan) -> float:
+def _step_s(weighed: Candidate) -> float:
     return weighed.predicted.step_s
 
 
@@ -51,14 +50,14 @@ def test_with_every_way_to_share_it_is_nearly_always_the_best_plan_there_is() ->
         for number in range(5):
             fleet, costs, samples = drawn(random.Random(number), devices=devices, blocks=blocks, ways=3)
             search = search_of(fleet, costs, samples)
-            best = search.run(_step_s)
+            best = search.run()
             known_s = float("inf") if best is None else _step_s(best)
             shortest_s = Exhaustive(search=search_of(fleet, costs, samples), known_s=known_s).shortest_s()
             if best is None:
                 assert shortest_s == float("inf")
             else:
                 longer.append(known_s / shortest_s - 1)
-                assert search.bound_s <= shortest_s * (1 + 1e-9)
+                assert search.pool.bound_s <= shortest_s * (1 + 1e-9)
     assert max(longer) <= 0.01
     assert sum(value <= 1e-9 for value in longer) >= 0.9 * len(longer)
 
@@ -102,9 +101,9 @@ def test_copies_in_a_stage_meet_like_replicas(widths: tuple[int, int, int]) -> N
     fleet = Fleet(name="f", pools=(_pool("fast", 4),))
     tensor, context, data = widths
     shared = Template(
-        micro_batch=2, stages=(TemplateStage(pool="fast", width=tensor, context=context, data=data, start=0, stop=10),)
+        micro_batch=2, stages=(TemplateStage(pool="fast", widths=Widths(tensor, context, data), start=0, stop=10),)
     )
-    one = Template(micro_batch=1, stages=(TemplateStage(pool="fast", width=1, start=0, stop=10),))
+    one = Template(micro_batch=1, stages=(TemplateStage(pool="fast", start=0, stop=10),))
     for count in (1, 2, 4):
         seconds, dense, _ = _synced(shared, count, fleet, _costs())
         assert seconds == pytest.approx(_synced(one, 2 * count, fleet, _costs())[0])
@@ -115,7 +114,7 @@ def test_copies_in_a_stage_meet_like_replicas(widths: tuple[int, int, int]) -> N
 
 def test_experts_meet_those_of_other_stages_only() -> None:
     fleet = Fleet(name="f", pools=(_pool("fast", 4),))
-    template = Template(micro_batch=2, stages=(TemplateStage(pool="fast", width=1, data=2, start=0, stop=10),))
+    template = Template(micro_batch=2, stages=(TemplateStage(pool="fast", widths=Widths(data=2), start=0, stop=10),))
     seconds, dense, experts = _synced(template, 1, fleet, _costs(experts=0.5))
     assert experts > 0
     assert seconds == pytest.approx(dense / 200e9)
@@ -125,7 +124,7 @@ def test_experts_meet_those_of_other_stages_only() -> None:
 
 def test_experts_over_two_nodes_send_half_of_a_set_from_each() -> None:
     fleet = Fleet(name="f", pools=(_pool("fast", 4, per_node=1),))
-    template = Template(micro_batch=2, stages=(TemplateStage(pool="fast", width=1, data=2, start=0, stop=10),))
+    template = Template(micro_batch=2, stages=(TemplateStage(pool="fast", widths=Widths(data=2), start=0, stop=10),))
     for count in (1, 2):
         seconds, dense, experts = _synced(template, count, fleet, _costs(experts=0.5))
         ring = 2 * (2 * count - 1) / (2 * count) * dense + 2 * (count - 1) / count * experts / 2
@@ -138,8 +137,8 @@ def test_what_crosses_between_stages_goes_side_by_side_as_far_as_both_have_parts
 
     def send_s(first: int, second: int) -> float:
         stages = (
-            TemplateStage(pool="fast", width=1, data=first, start=0, stop=5),
-            TemplateStage(pool="fast", width=1, data=second, start=5, stop=10),
+            TemplateStage(pool="fast", widths=Widths(data=first), start=0, stop=5),
+            TemplateStage(pool="fast", widths=Widths(data=second), start=5, stop=10),
         )
         return rings.send_s(Template(micro_batch=2, stages=stages), 0, 1e9, "stages")
 
@@ -166,7 +165,7 @@ def test_two_slow_devices_share_what_one_fast_device_does() -> None:
     )
     assert _step_s(planned.best) < _step_s(without.best)
     (group,) = planned.best.plan.groups
-    assert {(stage.pool, stage.data) for stage in group.template.stages} == {("fast", 1), ("slow", 2)}
+    assert {(stage.pool, stage.widths.data) for stage in group.template.stages} == {("fast", 1), ("slow", 2)}
 
 
 def _on_a100s(nodes: int, memory: int = 70 * 10**9) -> Fleet:
@@ -183,7 +182,7 @@ def test_a_sequence_that_no_device_holds_is_planned_with_its_parts() -> None:
     fleet = _on_a100s(8, memory=30 * 10**9)  # logits of four tensor-parallel devices are 42 GB on each
     planner = FleetPlanner(fleet=fleet, costs=predicted_layers(long, fleet), global_batch=2)
     plan = planner.plan().best.plan
-    assert all(stage.context > 1 for group in plan.groups for stage in group.template.stages)
+    assert all(stage.widths.context > 1 for group in plan.groups for stage in group.template.stages)
     with pytest.raises(InfeasibleError):
         planner.plan(space=Space(max_context=1))
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cluster.fleet_cluster import cluster_of
+from heterodyne.cost.layers import Widths
 from heterodyne.errors import PlanError
 from heterodyne.graph import ModelGraph
 from heterodyne.plan import Plan
@@ -60,7 +61,7 @@ def plan(
 ) -> TemplatePlan:
     ends = [0, *cuts, len(MODEL.blocks)]
     stages = tuple(
-        TemplateStage(pool=pool, width=1, start=start, stop=stop, recompute=again and number == 0)
+        TemplateStage(pool=pool, start=start, stop=stop, recompute=again and number == 0)
         for number, (pool, start, stop) in enumerate(zip(pools, ends[:-1], ends[1:], strict=True))
     )
     group = TemplateGroup(
@@ -116,12 +117,12 @@ def test_replicas_of_a_stage_or_the_stages_of_a_pipeline_share_a_node() -> None:
 
 @pytest.mark.parametrize(
     ("shared", "way"),
-    [({"data": 2}, "replicate"), ({"data": 8}, "replicate"), ({"width": 2}, "split"), ({"context": 2}, "context")],
+    [({"data": 2}, "replicate"), ({"data": 8}, "replicate"), ({"tensor": 2}, "split"), ({"context": 2}, "context")],
 )
 def test_devices_of_a_stage_share_it_in_the_way_of_the_plan(shared: dict[str, int], way: str) -> None:
     asked = plan([3], ["new", "old"], replicas=1, count=2, micro_batch=8, missing=0, layout="stages", again=False)
     first, second = asked.groups[0].template.stages
-    template = replace(asked.groups[0].template, stages=(replace(first, **shared), second))  # type: ignore[arg-type]
+    template = replace(asked.groups[0].template, stages=(replace(first, widths=Widths(**shared)), second))
     wide = replace(asked, groups=(replace(asked.groups[0], template=template),))
     made = bound(wide)
     if way == "replicate":  # what lies in parts depends on the model
@@ -136,7 +137,7 @@ def test_a_stage_that_shares_its_work_in_several_ways_is_a_mesh(data: int, conte
     """Rows of data parallelism outermost, tensor parallelism among the devices that are nearest to each other."""
     asked = plan([3], ["new", "old"], replicas=1, count=2, micro_batch=8, missing=0, layout="stages", again=False)
     first, second = asked.groups[0].template.stages
-    both = replace(first, width=width, context=context, data=data)
+    both = replace(first, widths=Widths(width, context, data))
     template = replace(asked.groups[0].template, stages=(both, second))
     made = bound(replace(asked, groups=(replace(asked.groups[0], template=template),)))
     stage = made.pipelines[0].stages[0]
@@ -152,7 +153,7 @@ def test_another_model_and_too_many_stages_are_refused() -> None:
     asked = plan([3], ["new", "new"], replicas=1, count=2, micro_batch=1, missing=0, layout="stages", again=False)
     with pytest.raises(PlanError, match="for 8 blocks, and model Chain has 6"):
         bound(asked, graph(4))
-    wide = replace(asked.groups[0].template.stages[0], width=16)
+    wide = replace(asked.groups[0].template.stages[0], widths=Widths(16))
     template = replace(asked.groups[0].template, stages=(wide, asked.groups[0].template.stages[1]))
     (sentence,) = violations(bound(replace(asked, zero=3)), MODEL, CLUSTER)
     assert "and no two devices do: leave 'zero' out" in sentence

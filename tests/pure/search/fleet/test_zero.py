@@ -13,16 +13,14 @@ import pytest
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.errors import InfeasibleError
-from heterodyne.search.fleet.comm_volume import EXCHANGED
-from heterodyne.search.fleet.evaluated_plan import Mix
 from heterodyne.search.fleet.kinds import kinds_of
-from heterodyne.search.fleet.plan import ZERO_LEVELS, Template, TemplateStage
+from heterodyne.search.fleet.plan import ZERO_LEVELS, Mix, Template, TemplateStage
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.tables import Table
+from heterodyne.search.fleet.tables import EXCHANGED, Table
 from pure.search.fleet.small import GIB, drawn, search_of
 
 PARAMETERS, GRADIENTS, STATES, KEPT, WORKSPACE = 100, 200, 600, 50, 7
@@ -207,7 +205,7 @@ def test_level_three_takes_the_longer_of_computing_and_exchange() -> None:
     predictor = search_of(fleet, Large(), 8).predictor  # type: ignore[arg-type]
     assert isinstance(predictor, Predictor)
     assert isinstance(predictor.network, RingNetwork)
-    mix = ((Template(micro_batch=1, stages=(TemplateStage(pool="all", width=1, start=0, stop=8),)), 2),)
+    mix = ((Template(micro_batch=1, stages=(TemplateStage(pool="all", start=0, stop=8),)), 2),)
     by_zero = {zero: predictor.evaluate(mix, zero=(zero,)) for zero in ZERO_LEVELS}
     told = {zero: own.predicted for zero, own in by_zero.items() if own is not None}
     # Once round a ring of two is half of the bytes: 4 s for parameters, 8 s for gradients; passes of 0.8 and 1.6 s, four of each.
@@ -228,12 +226,12 @@ def test_what_this_library_runs_shards_state_over_pipelines_that_are_cut_alike_a
     fleet, costs, samples = drawn(random.Random(number), devices=6, blocks=3, ways=3)
     search = search_of(fleet, costs, samples)
     search.space = search.space.that_runs()
-    search.run(lambda found: found.predicted.step_s)
-    assert search.evaluated
-    for found in search.evaluated.values():
+    search.run()
+    assert search.pool.evaluated
+    for found in search.pool.evaluated.values():
         widths: dict[int, set[int]] = {}
         for group in found.plan.groups:
             for stage in group.template.stages:
                 for each in range(stage.start, stage.stop):
-                    widths.setdefault(each, set()).add(stage.width)
+                    widths.setdefault(each, set()).add(stage.widths.tensor)
         assert not found.plan.zero or all(len(of) == 1 for of in widths.values())

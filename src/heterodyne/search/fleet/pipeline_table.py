@@ -1,4 +1,4 @@
-"""Candidates: pipelines that were found for each micro-batch size, with their estimates, in one table.
+"""The table of pipelines that were found for each micro-batch size, with their estimates.
 
 Over few devices, where whole numbers matter, they come from the exact search (`exact_search`), else from the template search.
 """
@@ -6,11 +6,11 @@ Over few devices, where whole numbers matter, they come from the exact search (`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from itertools import groupby, permutations, product
 from math import ceil
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +21,12 @@ from heterodyne.search.fleet.cutter import Cutter, Places
 from heterodyne.search.fleet.exact_search import ExactSearch
 from heterodyne.search.fleet.kinds import Kind
 from heterodyne.search.fleet.pipeline_estimate import PipelineEstimate
-from heterodyne.search.fleet.plan import SPLIT, Template
+from heterodyne.search.fleet.plan import Template
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.template_search import Runs, TemplateSearch
 
-__all__ = ["Candidates"]
+__all__ = ["PipelineTable"]
 
 _ALL_ORDERS = 3  # pools, up to which all orders are estimated: six of them
 _KEPT = 2  # pipelines over the same devices with as many stages, of the template search
@@ -36,7 +36,7 @@ _EXACT = 3  # pipelines over the same devices, of the exact search
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidates:
+class PipelineTable:
     """A table of pipelines. Arrays have one value per pipeline.
 
     Args:
@@ -63,12 +63,12 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def select(self, which: NDArray[np.bool_] | Ints) -> Candidates:
+    def select(self, which: NDArray[np.bool_] | Ints) -> Self:
         """Some of them."""
         arrays: dict[str, Any] = {name: own[which] for name, own in vars(self).items() if isinstance(own, np.ndarray)}
         return replace(self, **arrays)
 
-    def within(self, limits: Limits) -> Candidates:
+    def within(self, limits: Limits) -> Self:
         """Those that the limits allow, with the numbers of replicas that they do."""
         own = replace(self, count=limits.most_of(self.devices))
         return own.select(own.count >= 1)
@@ -97,7 +97,7 @@ class Candidates:
         """Samples that each pipeline does in a time, with fractional micro-batches."""
         return capacities(self.bottleneck_s, self.bottleneck_s + self.filling_s, self.sizes, seconds)
 
-    def same(self, other: Candidates) -> bool:
+    def same(self, other: PipelineTable) -> bool:
         """Whether the pipelines of both are as fast."""
         return len(self) == len(other) and np.allclose(self.bottleneck_s, other.bottleneck_s, rtol=1e-9, atol=0)
 
@@ -109,7 +109,7 @@ class Candidates:
         kinds: Mapping[int, Sequence[Kind]],
         zero: int,
         shards: int | None = None,
-    ) -> Candidates:
+    ) -> PipelineTable:
         """All that is found for stage kinds by micro-batch size. ``shards``: over few devices, with the exact search."""
         sizes = [
             _OfSize(predictor=predictor, space=space, kinds=own, size=size, zero=zero)
@@ -121,14 +121,14 @@ class Candidates:
         return cls.joined(parts) if parts else cls._none(len(predictor.fleet.pools))
 
     @classmethod
-    def joined(cls, parts: Sequence[Candidates]) -> Candidates:
+    def joined(cls, parts: Sequence[Self]) -> Self:
         """All of several tables of the same level."""
         names = [name for name, own in vars(parts[0]).items() if isinstance(own, np.ndarray)]
         arrays: dict[str, Any] = {name: np.concatenate([vars(part)[name] for part in parts]) for name in names}
         return replace(parts[0], **arrays)
 
     @classmethod
-    def _none(cls, pools: int) -> Candidates:
+    def _none(cls, pools: int) -> PipelineTable:
         ints, floats = np.zeros(0, dtype=np.int64), np.zeros(0)
         return cls(
             places=np.zeros(0, dtype=object), stages=ints, sizes=ints, devices=np.zeros((0, pools), dtype=np.int64), count=ints,
@@ -137,8 +137,21 @@ class Candidates:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Estimated(PipelineTable):
+    """Pipelines of the template search. The arrays have one column per place.
+
+    Args:
+        chains: kinds of stages. ``runs``: the number of stages of each. ``layers``: that one of these may hold.
+    """
+
+    chains: Ints
+    runs: Ints
+    layers: Floats
+
+
+@dataclass(frozen=True, kw_only=True)
 class _OfSize:
-    """Candidates of one micro-batch size."""
+    """The pipelines of one micro-batch size."""
 
     predictor: Predictor
     space: Space
@@ -146,7 +159,7 @@ class _OfSize:
     size: int
     zero: int
 
-    def exact(self, shards: int) -> Candidates:
+    def exact(self, shards: int) -> PipelineTable:
         """Those of the exact search, if so many pipelines share state."""
         limits, estimates = self._limits, self._estimates
         most = ceil(self.predictor.global_batch / self.size)
@@ -167,7 +180,7 @@ class _OfSize:
         )
         chains = [partial(self._chain, search, tuple(devices), *own) for devices, *own in rows]
         rounds = np.array(search.micro_batches)[found.number]
-        return Candidates(
+        return PipelineTable(
             places=_objects(chains),
             stages=found.stages,
             sizes=np.full(len(chains), self.size, dtype=np.int64),
@@ -185,7 +198,7 @@ class _OfSize:
         chain = [self.kinds[own] for own in search.chain(devices, stages, kind, number)]
         return tuple((kind.name, kind.widths, len(list(own))) for kind, own in groupby(chain))
 
-    def estimated(self) -> Candidates | None:
+    def estimated(self) -> PipelineTable | None:
         """Those of the template search, over all pools and over each alone; None if nothing fits."""
         found = dict.fromkeys(self._runs())
         if not found:
@@ -195,10 +208,11 @@ class _OfSize:
         best = self._estimated(*_arrays(found), hopeful=True)
         best = self._estimated(*_reordered(best.chains, best.runs))
         for _ in range(_ROUNDS):
-            which = best.table.best_alike(samples, _FOLDED)
-            best = self._best(best, self._estimated(*self._folded(best.chains[which], best.runs[which])))
+            which = best.select(best.best_alike(samples, _FOLDED))
+            best = self._best(best, self._estimated(*self._folded(which.chains, which.runs)))
         shorter = _without_surplus(best.runs, best.layers, len(self.kinds[0].table.costs))
-        return self._best(best, self._estimated(*_together(best.chains, shorter))).table
+        best = self._best(best, self._estimated(*_together(best.chains, shorter)))
+        return PipelineTable(**{own.name: getattr(best, own.name) for own in fields(PipelineTable)})
 
     def _folded(self, chains: Ints, runs: Ints) -> tuple[Ints, Ints]:
         """With stages of another kind over all the devices of one of the pools."""
@@ -217,17 +231,16 @@ class _OfSize:
 
     def _best(self, *parts: _Estimated) -> _Estimated:
         """The best of all parts over the same devices."""
-        every = _Estimated(
-            table=Candidates.joined([part.table for part in parts]),
-            chains=np.concatenate([part.chains for part in parts]),
-            runs=np.concatenate([part.runs for part in parts]),
-            layers=np.concatenate([part.layers for part in parts]),
-        )
+        every = _Estimated.joined(parts)
         every = every.select(
             np.unique(np.concatenate([every.chains, every.runs], axis=1), axis=0, return_index=True)[1]
         )
-        over = np.column_stack([every.table.devices, every.table.stages])
-        return every.select(best_per_devices(-every.table.alike_s(self.predictor.global_batch), over, _KEPT))
+        return self._kept(every)
+
+    def _kept(self, every: _Estimated) -> _Estimated:
+        """Those with the least estimated steps over the same devices."""
+        over = np.column_stack([every.devices, every.stages])
+        return every.select(best_per_devices(-every.alike_s(self.predictor.global_batch), over, _KEPT))
 
     def _estimated(self, chains: Ints, runs: Ints, *, hopeful: bool = False) -> _Estimated:
         """Those of some pipelines that fit with the least estimated steps over the same devices, each once.
@@ -256,7 +269,7 @@ class _OfSize:
             sooner = waits * halved.bottleneck_s < estimate.bottleneck_s
             filling = np.where(sooner, self._filling, 1.0)
             estimate = estimate.where(sooner, halved)
-        table = Candidates(
+        found = _Estimated(
             places=np.zeros(len(count), dtype=object),
             stages=stages,
             sizes=np.full(len(count), self.size, dtype=np.int64),
@@ -267,13 +280,13 @@ class _OfSize:
             filling_s=filling * (stages - 1) * estimate.bottleneck_s + estimate.messages_s,
             sync_s=estimate.sync_s,
             zero=self.zero,
+            chains=chains,
+            runs=runs,
+            layers=estimate.layers,
         )
-        over = np.column_stack([devices, stages])
-        kept = best_per_devices(-table.alike_s(self.predictor.global_batch), over, _KEPT)
-        chains, runs = chains[kept], runs[kept]
-        rows = zip(chains.tolist(), runs.tolist(), strict=True)
-        table = replace(table.select(kept), places=_objects([partial(self._places, *row) for row in rows]))
-        return _Estimated(table=table, chains=chains, runs=runs, layers=estimate.layers[kept])
+        kept = self._kept(found)
+        rows = zip(kept.chains.tolist(), kept.runs.tolist(), strict=True)
+        return replace(kept, places=_objects([partial(self._places, *row) for row in rows]))
 
     def _runs(self) -> Iterator[Runs]:
         room, samples = self._limits.room, self.predictor.global_batch
@@ -320,7 +333,7 @@ class _OfSize:
         """The part of a micro-batch for which each stage but one makes the others wait. Where backwards are halved, one that waits for its
         first forward does what others have left over at the end.
         """
-        if SPLIT.isdisjoint(self.space.schedules):
+        if not self.space.splits:
             return 1.0
         passes = [[own[-1] for own in kind.table.passes] for kind in self.kinds]
         return float(np.mean([forward / max(1e-12, forward + backward) for forward, backward, _ in passes]))
@@ -336,29 +349,6 @@ class _OfSize:
         for own, run in zip(chains.T, runs.T, strict=True):
             need[np.arange(len(chains)), pool[own]] += run * devices[own]
         return need
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Estimated:
-    """Pipelines of the template search. Arrays have one row per pipeline and one column per place.
-
-    Args:
-        chains: kinds of stages. ``runs``: the number of stages of each. ``layers``: that one of these may hold.
-    """
-
-    table: Candidates
-    chains: Ints
-    runs: Ints
-    layers: Floats
-
-    def select(self, which: Ints) -> _Estimated:
-        """Some of them."""
-        return _Estimated(
-            table=self.table.select(which),
-            chains=self.chains[which],
-            runs=self.runs[which],
-            layers=self.layers[which],
-        )
 
 
 def _objects(every: Sequence[Callable[[], Places]]) -> NDArray[np.object_]:
