@@ -142,7 +142,7 @@ def _before(folder: Path) -> Iterator[Call]:
         good={"model": _Model(), "example_batch": _batch()},
         takes={
             "model": (nn.Module,), "example_batch": (torch.Tensor,), "loss": (nothing, FUNCTION, nn.Module), "loss_inputs": (tuple, list),
-            "shared": (tuple, list), "optimizer": (nothing, FUNCTION, type, nn.Module), "plan": FILE,
+            "shared": (tuple, list), "optimizer": (nothing, FUNCTION, type, torch.optim.Optimizer), "plan": FILE,
             "global_batch_size": (nothing, int), "micro_batch_sizes": (str, list), "precision": (), "clip_grad_norm": NUMBER,
             "total_steps": (nothing, int), "seed": (int,), "session": (nothing,), "profile": (nothing,), "measure_s": NUMBER,
             "rehearsal_s": NUMBER, "loss_count": (nothing, FUNCTION, nn.Module), "run_dir": (nothing, *PATH), "resume": (bool,),

@@ -96,8 +96,11 @@ def root_of(model: nn.Module, root: Root) -> Any:
 
 @contextmanager
 def unchanged_around(model: nn.Module) -> Iterator[None]:
-    """Run copies of a model in the block; afterwards the containers and objects that its functions can write to are as they were."""
-    restoring: list[Callable[[], None]] = []
+    """Run the model and copies of it in the block; afterwards its attributes, and the containers and objects that its functions can write
+    to, are as they were."""
+    restoring: list[Callable[[], None]] = [
+        partial(_set_attributes, module, _attributes_of(module)) for module in model.modules()
+    ]
     seen: set[int] = set()
     of_model = {id(module) for module in model.modules()}
     functions = functions_of(model)
@@ -117,6 +120,17 @@ def unchanged_around(model: nn.Module) -> Iterator[None]:
     finally:
         for restore in restoring:
             restore()
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes that are none of torch's own."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_MODULES and name != "training"}
+
+
+def _set_attributes(module: nn.Module, before: dict[str, Any]) -> None:
+    for name in _attributes_of(module).keys() - before.keys():
+        del vars(module)[name]
+    vars(module).update(before)
 
 
 def _of_classes(model: nn.Module) -> Iterator[Kept]:

@@ -10,7 +10,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial, partialmethod, singledispatchmethod
 from operator import attrgetter, itemgetter, methodcaller
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
@@ -338,6 +338,8 @@ def _methods_of(kind: type[nn.Module]) -> Iterator[FunctionType]:
 
 def _function_of(made: Any) -> FunctionType | None:
     """Return the function of a method, a property, or what a decorator has made of one; None of anything else."""
+    if isinstance(made, cached_property | partialmethod | singledispatchmethod):
+        made = made.func
     function = inspect.unwrap(made.fget if isinstance(made, property) and made.fget else made)
     function = getattr(function, "__func__", function)
     return function if isinstance(function, FunctionType) else None

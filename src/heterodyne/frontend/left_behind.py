@@ -26,6 +26,9 @@ from heterodyne.frontend.changes import PLAIN, Looked, place_of, refuse_kept
 __all__ = ["Left", "SetByForward", "left_behind", "set_anew"]
 
 
+_OF_BATCH = object()
+
+
 @dataclass(kw_only=True, eq=False)
 class Left:
     """A place that forward sets.
@@ -34,13 +37,14 @@ class Left:
         root: where to begin, in any copy of the model.
         steps: keys, and names of what they lead to, from there to the place.
         filled: it is a container that each forward makes longer.
-        constant: each forward sets it to this number or word, of which no step changes anything; None: to what depends on the batch.
+        constant: each forward sets it to this number or word, of which no step changes anything; `_OF_BATCH`: to what
+            depends on the batch.
     """
 
     root: Root
     steps: Sequence[tuple[Any, str]]
     filled: bool = False
-    constant: object = None
+    constant: object = _OF_BATCH
 
     @cached_property
     def _guard(self) -> SetByForward:
@@ -48,12 +52,12 @@ class Left:
 
     def guard(self, model: nn.Module) -> None:
         """Replace what depends on a batch by a `SetByForward`; where its container is not there, that."""
-        if self.constant is None:
+        if self.constant is _OF_BATCH:
             self._put(model, self._guard)
 
     def follow(self, model: nn.Module) -> None:
         """Set the constant, as forward does."""
-        if self.constant is not None:
+        if self.constant is not _OF_BATCH:
             self._put(model, self.constant)
 
     def _put(self, model: nn.Module, value: object) -> None:
@@ -63,7 +67,7 @@ class Left:
             if place == len(self.steps) or not _may_hold(inner):
                 break
             holder = inner
-        if place < len(self.steps) and self.constant is not None:
+        if place < len(self.steps) and self.constant is not _OF_BATCH:
             return  # what a forward would make anew is not there
         if _get(holder, key) is not value:
             _set(holder, key, value)

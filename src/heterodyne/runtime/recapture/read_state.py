@@ -73,13 +73,14 @@ class State:
 class ReadState:
     """Of a model with its loss. Names are those in the code that the forward may reach, see `CodeRead`.
 
-    What forward itself assigns does not belong to it if it is a tensor, a function, or private, or was seen to change in a forward
-    (`leave`): such a name keeps what a forward has made. Values of parameters and buffers do not: they are read as they are. Whether they
-    require gradients does.
+    Where forward itself ``runs``, what it assigns does not belong to it if it is a tensor, a function, or private, or was seen to change
+    in a forward (`leave`): such a name keeps what a forward has made. Where a graph runs instead, only the script assigns. Values of
+    parameters and buffers do not belong to it: they are read as they are. Whether they require gradients does.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, runs: bool = True) -> None:
         self._module = module
+        self._runs = runs
         self._structure: list[object] = []
         self._called: list[object] | None = None
         self._of_forward: set[str] = set()
@@ -87,11 +88,12 @@ class ReadState:
         self.take()
 
     def leave(self) -> None:
-        """A forward has run since the last look, and nothing else: what is another now is its own affair from here on."""
+        """A step has ended: what is another now is no doing of the script, and what a forward changes is its own affair from here on."""
         if not self.is_same():
-            before = self.state
-            self._of_forward |= {change.name for change in before.changes(self.take())}
-            self.take()
+            before, now = self.state, self.take()
+            if self._runs:
+                self._of_forward |= {change.name for change in before.changes(now)}
+                self.take()
 
     def take(self) -> State:
         """Return what there is now, from which `is_same` then tells changes."""
@@ -112,7 +114,7 @@ class ReadState:
         return self.state
 
     def _walked(self) -> Walk:
-        walk = Walk(self._code, self._of_forward)
+        walk = Walk(self._code, self._of_forward, runs=self._runs)
         walk.all_of(self._module)
         return walk
 

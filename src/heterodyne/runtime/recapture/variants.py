@@ -193,7 +193,8 @@ class Variants:
         self._exchanges = bool(first.capture.graph.batch_statistics) and first.later is not None
         self._trains = bool(first.assignment.role.micro_batches.samples)
         self.first = first
-        self._training = _Seen(ReadState(module), self.first)
+        self._runs = first.later is not None
+        self._training = _Seen(ReadState(module, runs=self._runs), self.first)
         self._evaluating: _Seen | None = None
         self._start = self._training.read.state
         self._parameters = self._training.read.parameters
@@ -212,7 +213,12 @@ class Variants:
         """A step has ended: what changed in it is not the script's doing, and from here on whatever changes anything is."""
         self.running.capture.guard(self._module)
         self.writes.leave()
-        self._training.read.leave()
+        read, before = self._training.read, self._training.read.state
+        read.leave()
+        if self._runs:  # a forward has set what it sets
+            return
+        if read.state is not before:  # what a forward would have set is guarded: that changes nothing of what runs
+            self._known.append((read.state, self.running))
         self.running.capture.follow(self._module)  # which is seen before the next step, whose forward may read it
 
     def step(self, number: int, *, suspects: bool = False) -> Step:
@@ -255,7 +261,9 @@ class Variants:
         before, seen = self._start, self._evaluating
         if seen is None:
             self._replaced.take_over()
-            seen = self._evaluating = _Seen(ReadState(self._module), self.first, replaced=self._replaced.count)
+            seen = self._evaluating = _Seen(
+                ReadState(self._module, runs=self._runs), self.first, replaced=self._replaced.count
+            )
             seen.read.state = seen.read.state.also(self._replaced.shapes())
             seen.changes = self._all_changes(seen.read.state)
             changed = True

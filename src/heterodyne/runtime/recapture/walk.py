@@ -58,11 +58,12 @@ HOOKS: Final = tuple(key for key in _OF_TORCH if key.endswith("_hooks") and "sta
 class Walk:
     """Goes through all that is read, and notes for each value where it stands."""
 
-    def __init__(self, code: CodeRead, of_forward: Collection[str]) -> None:
+    def __init__(self, code: CodeRead, of_forward: Collection[str], *, runs: bool) -> None:
         self.values: dict[str, object] = {}
         self.modes: dict[str, bool] = {}
         self.called: list[object] = []  # functions that stand somewhere as values
         self._code = code
+        self._assigned = code.assigned if runs else frozenset()
         self._of_forward = of_forward
         self._slots: list[tuple[Any, Any]] = []
         self._held: list[object] = []
@@ -204,7 +205,7 @@ class Walk:
         return key in (self._code.own if key.startswith("_") else self._code.names)
 
     def _attribute(self, name: str, holder: Any, key: Any, value: object, deep: int = _DEEP) -> None:
-        if str(key) in self._code.assigned and (str(key).startswith("_") or not isinstance(value, _PLAIN)):
+        if str(key) in self._assigned and (str(key).startswith("_") or not isinstance(value, _PLAIN)):
             return
         if quoted(name) in self._of_forward:
             return
