@@ -150,7 +150,7 @@ def _before(folder: Path) -> Iterator[Call]:
             "tf32": (bool,),
         },
         wrong=(
-            *(("optimizer", value) for value in (lambda _: 3, lambda given: torch.optim.SGD([next(iter(given))], lr=0.1), int)),
+            *(("optimizer", value) for value in (lambda _: 3, int)),
             *((name, float("nan")) for name in ("clip_grad_norm", "measure_s", "rehearsal_s", "check_s")),
             *((name, value) for name in ("global_batch_size", "total_steps") for value in (0, -1, HUGE)),
             *(("callbacks", value) for value in ([3], [hd.Callback], [None], ["x"], [lambda: 0])),

@@ -220,8 +220,18 @@ def _kept(a: nn.Linear, b: nn.Linear) -> None:
     b.register_buffer("before", a.weight.data)
 
 
+def _attribute(a: nn.Linear, b: nn.Linear) -> None:
+    b.frozen = [a.weight.detach()]  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize(
-    ("tie", "other"), [(_data_of, "other.weight"), (_transposed, "other.weight"), (_kept, "other.before")]
+    ("tie", "other"),
+    [
+        (_data_of, "other.weight"),
+        (_transposed, "other.weight"),
+        (_kept, "other.before"),
+        (_attribute, r"other.frozen\[0\]"),
+    ],
 )
 def test_parameters_that_are_tied_by_their_memory_are_refused(
     tie: Callable[[nn.Linear, nn.Linear], None], other: str

@@ -285,10 +285,17 @@ def test_a_number_that_is_none_and_a_sparse_table_are_captured() -> None:
 # Optimizers that have parts of the weights
 
 
+SCALE = 1.0
+
+
 class Switched(torch.optim.SGD):
     """One of the user's, with options and an attribute that switch something."""
 
     trust = False
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        assert SCALE
+        return super().step(closure)
 
 
 def writes_of(optimizer: torch.optim.Optimizer, *, in_parts: bool = True) -> ScriptWrites:
@@ -316,6 +323,7 @@ def _options(optimizer: torch.optim.Optimizer, **options: object) -> None:
         (lambda o: setattr(o, "__class__", torch.optim.SGD), "the class"),
         (lambda o: _options(o, nesterov=True), "the option 'nesterov'"),
         (lambda o: setattr(o, "trust", True), "the attribute 'trust'"),
+        (lambda _: globals().update(SCALE=2.0), r"the variable 'SCALE' in step\(\)"),
         (lambda o: o.state[o.param_groups[0]["params"][0]]["momentum_buffer"].mul_(2), None),
     ],
 )
@@ -323,6 +331,7 @@ def test_an_optimizer_of_parts_stays_what_was_tried(
     change: Callable[[torch.optim.Optimizer], object], told: str | None
 ) -> None:
     for in_parts in (True, False):
+        globals().update(SCALE=1.0)
         optimizer = stepped(Switched)
         writes = writes_of(optimizer, in_parts=in_parts)
         change(optimizer)

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from fractions import Fraction
+from functools import cached_property
 from types import SimpleNamespace
 
 import numpy as np
@@ -209,3 +210,38 @@ def test_what_a_forward_changes_is_its_own() -> None:
     assert not before.changes(read.take())
     model.ramp = 3.0
     assert before.changes(read.take())
+
+
+class Caching(nn.Module):
+    k = 1.0
+    _past: Tensor | None = None
+
+    @cached_property
+    def gain(self) -> float:
+        return 1 + self.k
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.gain if self._past is None else x + self._past
+        if not self.training:
+            self._past = y.detach()
+        return y
+
+
+def test_where_a_graph_runs_what_forward_would_set_is_changed_by_the_script_alone() -> None:
+    model = Caching()
+    read = ReadState(model, runs=False)
+    before = read.state
+    model._past = torch.ones(2)
+    assert not read.is_same()
+    assert any("_past" in change.name for change in before.changes(read.take()))
+    model._past = None
+    assert not read.is_same()
+    assert not before.changes(read.take())
+
+
+def test_what_a_cached_property_reads_is_read() -> None:
+    model = Caching()
+    read = ReadState(model)
+    before = read.state
+    model.k = 0.5
+    assert [change.name for change in before.changes(read.take())] == ["'k'"]

@@ -52,7 +52,7 @@ def refuse_computed(traced: Traced) -> None:
                 "\n".join(filter(None, ["The model cannot be captured.", _reader(node)]))
                 + f"\nThis reads {role.name!r}, which was computed from other tensors before this forward and is kept in the model. "
                 "The graph has its values alone, so no gradient would reach what it was computed from. Compute it in forward, or keep "
-                "it without a history (.detach(), best as a buffer)"
+                "it without a history (.detach().clone(), best as a buffer)"
             )
 
 

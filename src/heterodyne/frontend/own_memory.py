@@ -8,13 +8,15 @@ from itertools import takewhile
 import torch
 from torch import Tensor, nn
 
+from heterodyne.around_model import functions_of, kept_by
 from heterodyne.errors import CaptureError
 
 __all__ = ["require_own_memory"]
 
 
 def require_own_memory(model: nn.Module) -> None:
-    """Raise CaptureError, with both names, for a trained parameter that shares elements with another parameter or a buffer.
+    """Raise CaptureError, with both names, for a trained parameter that shares elements with another parameter, a buffer, or a tensor that
+    the model has as an attribute, in a container or around its functions.
 
     Views of one memory that have no element in common are good, as are tied names of one parameter.
     """
@@ -30,9 +32,16 @@ def require_own_memory(model: nn.Module) -> None:
 
 
 def _together(model: nn.Module) -> Iterator[tuple[tuple[str, Tensor], tuple[str, Tensor]]]:
-    """Pairs of parameters and buffers in one storage, whose ranges of bytes overlap."""
+    """Yield pairs of parameters, buffers and other tensors of the model in one storage, whose ranges of bytes overlap."""
+    registered = [*model.named_parameters(), *model.named_buffers()]
+    known = {id(tensor) for _, tensor in registered}
+    others = {
+        id(kept.value): (kept.name, kept.value)
+        for kept in kept_by(model, functions_of(model))
+        if isinstance(kept.value, Tensor) and id(kept.value) not in known
+    }
     by_storage: dict[tuple[torch.device, int], list[tuple[str, Tensor]]] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in (*registered, *others.values()):
         if tensor.layout == torch.strided and tensor.device.type != "meta" and tensor.numel():
             start = tensor.untyped_storage().data_ptr()
             if start:

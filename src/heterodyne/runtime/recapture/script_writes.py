@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from heterodyne.code_read import around_of, is_users
 from heterodyne.errors import PlanError
 from heterodyne.runtime.recapture.read_state import Change
 from heterodyne.runtime.same_batch import is_looked_at
@@ -183,7 +186,21 @@ def _tried(optimizer: torch.optim.Optimizer) -> dict[str, object]:
                 switches.setdefault(f"the {what} {key!r}", set()).add(value)
             elif isinstance(value, int | float) and key not in _RATES:
                 switches.setdefault(f"the {what} {key!r}", set()).add(value != 0)
+    for name, holder, key in _around_steps(type(optimizer)):  # type: ignore[arg-type]
+        with suppress(LookupError, ValueError):  # a variable that is gone
+            if isinstance(value := holder[key], bool | int | float | str | type(None)):
+                switches[f"the variable {name!r} in step()"] = {value}
     return found | switches
+
+
+@cache
+def _around_steps(kind: type) -> list[tuple[str, Any, Any]]:
+    """Return the variables around the user's own `step` of an optimizer, with where they are kept."""
+    steps = (vars(base).get("step") for base in kind.__mro__)
+    written = [inspect.unwrap(step) for step in steps if isinstance(step, FunctionType)]
+    return [
+        (around.name, around.holder, around.key) for step in filter(is_users, written) for around in around_of(step)
+    ]
 
 
 def _written(name: str) -> Change:

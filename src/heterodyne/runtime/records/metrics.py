@@ -133,13 +133,17 @@ def tracked(line: Line) -> dict[str, float]:
     return {names[name]: value for name, value in values.items() if isinstance(value, int | float)}
 
 
+_LONGEST_LINE = 2**20
+"""Bytes; a longer line is none that a run has written."""
+
+
 def _length_until(path: Path, done: int) -> int:
     """Bytes up to the end of the last whole line of a step that is not after ``done``."""
     if not path.exists():
         return 0
     length = 0
     with open_regular(path) as file:
-        for line in file:
+        while line := file.readline(_LONGEST_LINE):
             if not line.endswith(b"\n") or _step(line) > done:
                 break
             length += len(line)
