@@ -9,7 +9,7 @@ from heterodyne.errors import CaptureError
 from heterodyne.frontend.export import Traced
 from heterodyne.frontend.faults import line_of
 
-__all__ = ["refuse_closures", "refuse_computed"]
+__all__ = ["line_that_reads", "refuse_closures", "refuse_computed"]
 
 
 def refuse_closures(traced: Traced, model: nn.Module) -> None:
@@ -37,7 +37,7 @@ def refuse_closures(traced: Traced, model: nn.Module) -> None:
                 f"module it was made with, here its {name!r}. Write a subclass with that forward, or a module that calls this one."
             )
         raise CaptureError(
-            "\n".join(filter(None, ["The model cannot be captured.", _reader(node)]))
+            "\n".join(filter(None, ["The model cannot be captured.", line_that_reads(node)]))
             + f"\nThis reads the parameter {name!r} of the model through a closure or a global, not as an attribute of the module, so it "
             "would get no gradient from there. Put the model and this term into one nn.Module that returns the loss from its forward, "
             "and reads its parameters from self."
@@ -49,15 +49,15 @@ def refuse_computed(traced: Traced) -> None:
     for node, role in traced.roles.items():
         if role.kind == "constant" and role.name in traced.computed:
             raise CaptureError(
-                "\n".join(filter(None, ["The model cannot be captured.", _reader(node)]))
+                "\n".join(filter(None, ["The model cannot be captured.", line_that_reads(node)]))
                 + f"\nThis reads {role.name!r}, which was computed from other tensors before this forward and is kept in the model. "
                 "The graph has its values alone, so no gradient would reach what it was computed from. Compute it in forward, or keep "
                 "it without a history (.detach().clone(), best as a buffer)"
             )
 
 
-def _reader(node: fx.Node) -> str:
-    """The line of the first op that reads it, perhaps through ops of torch.export's own."""
+def line_that_reads(node: fx.Node) -> str:
+    """Return the line of the first op that reads it, perhaps through ops of torch.export's own."""
     readers = list(node.users)
     for reader in readers:
         if line := line_of(reader, full=True):

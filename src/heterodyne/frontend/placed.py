@@ -10,20 +10,24 @@ import torch
 from torch import Tensor, fx, nn
 
 from heterodyne.errors import CaptureError
+from heterodyne.frontend.closures import line_that_reads
 from heterodyne.frontend.export import Traced
 
 __all__ = ["placed"]
 
 
-def _constant(traced: Traced, name: str, module: nn.Module) -> Tensor:
-    """A tensor of the trace that is no parameter or buffer: its values, or those of the attribute of the module that it was."""
+def _constant(traced: Traced, node: fx.Node, module: nn.Module) -> Tensor:
+    """Return a tensor of the trace that is no parameter or buffer: its values, or those of the attribute of the module that it was."""
+    name = traced.roles[node].name
     value = traced.constants[name]
     if type(value) is not Tensor or value.device.type == "meta":
         path, _, attribute = name.rpartition(".")
         found = getattr(module.get_submodule(path), attribute, None) if path in dict(module.named_modules()) else None
         if not isinstance(found, Tensor):
+            line = line_that_reads(node) or f"the constant {name!r} of the model"
             raise CaptureError(
-                f"the constant {name!r} of the model has no values; keep it as a buffer (register_buffer)"
+                f"{line}\nThis reads a tensor that is no parameter or buffer of the model and has no values where it is captured "
+                "(such as .data of a weight): read the weight itself (.detach()), or keep the tensor as a buffer"
             )
         value = found
     return value.detach()
@@ -42,7 +46,7 @@ def placed(
     """
     role = traced.roles[node]
     if role.kind == "constant":
-        return {role.name: _constant(traced, role.name, module).to(device)}, role.name
+        return {role.name: _constant(traced, node, module).to(device)}, role.name
     path, _, name = role.name.rpartition(".")
     owner = dict(module.named_modules(remove_duplicate=False)).get(path)
     kept: dict[str, Any] = {}

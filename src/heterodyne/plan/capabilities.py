@@ -152,7 +152,8 @@ def _coupled(graph: ModelGraph, _: bool) -> str | None:
     if graph.loss.reduction != "coupled":
         return None
     output = graph.output and graph.op_by_name.get(graph.output.name)
-    return f"samples see each other in the loss of this model{f' ({output.source})' if output else ''}: only data parallelism is exact"
+    line = f" ({output.source})" if output and output.source else ""
+    return f"samples see each other in the loss of this model{line}: only data parallelism is exact"
 
 
 def _batch_statistics(graph: ModelGraph, _: bool) -> str | None:
