@@ -134,7 +134,7 @@ def _texts(value: object) -> str | None:
 
 def _optimizer(value: Any) -> str | None:
     if _is_a(value, "torch.optim.lr_scheduler.LRScheduler"):
-        return ", a scheduler of the rate; make it of trainer.optimizer, and step it on every rank"
+        return ", a scheduler of the rate; pass its optimizer, and step the scheduler on every rank"
     if isinstance(value, type):
         known = any(f"{of.__module__}.{of.__qualname__}" == "torch.optim.optimizer.Optimizer" for of in value.__mro__)
         return None if known else ", which is none of torch.optim"

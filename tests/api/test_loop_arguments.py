@@ -11,6 +11,8 @@ from torch import nn
 import heterodyne as hd
 from heterodyne.api.loop.arguments import chosen_optimizer
 from heterodyne.api.loop.batches import BatchFormat, batch_format
+from heterodyne.api.loop.remade_optimizer import remade
+from heterodyne.around_model import unchanged_around
 from heterodyne.errors import DataError, HeterodyneError
 from heterodyne.job import OptimizerSection
 
@@ -161,3 +163,29 @@ def test_a_trainer_checks_what_it_is_given(tmp_path: Any) -> None:
         assert trainer.load_checkpoint(tmp_path) is None
         after = trainer.state_dict()
         assert all(torch.equal(after["model"][name], tensor) for name, tensor in before["model"].items())
+
+
+def test_an_optimizer_of_other_weights_or_with_state_is_refused() -> None:
+    with pytest.raises(HeterodyneError, match=r"SGD has 2 parameter\(s\) that neither the model nor its loss has"):
+        remade(torch.optim.SGD(nn.Linear(3, 2).parameters()), MODEL)
+    model = nn.Linear(3, 2)
+    used = torch.optim.Adam(model.parameters())
+    model(BATCH).sum().backward()
+    used.step()
+    with pytest.raises(HeterodyneError, match="has made steps before, or has loaded state, which would be lost"):
+        remade(used, model)
+
+
+def test_attributes_that_a_forward_sets_are_as_they_were_after_a_trial() -> None:
+    class Caching(nn.Module):
+        scale = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.scale, self.seen = 2.0, x
+            return x
+
+    model = Caching()
+    with unchanged_around(model):
+        model(BATCH)
+        assert model.scale == 2.0
+    assert (model.scale, hasattr(model, "seen")) == (1.0, False)

@@ -20,7 +20,7 @@ Relieve: TypeAlias = Callable[[Plan, Simulation, Mapping[str, int]], Plan | None
 """A leaner plan, or None if there is none, from a plan, how it was simulated, and the bytes that each device has lacked so far in all."""
 
 _MOST = 4
-"""Of 356 plans that came here, with nine rounds allowed, none that came to fit needed more, and all but one of them two at most."""
+"""Rounds: what lacks is added up, so a plan that can fit mostly does after one or two; each simulates the plan."""
 
 
 def relieved(

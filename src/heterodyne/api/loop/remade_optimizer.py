@@ -26,7 +26,10 @@ def remade(optimizer: Optimizer, model: nn.Module) -> Callable[..., Optimizer]:
     """
     kind: Any = type(optimizer)
     if optimizer.state:
-        raise HeterodyneError(f"{kind.__name__} has made steps before: prepare it freshly made")
+        raise HeterodyneError(
+            f"{kind.__name__} has made steps before, or has loaded state, which would be lost: pass one that is freshly made, and load its "
+            "state afterwards (trainer.load_checkpoint() or trainer.load_state_dict(state))"
+        )
     options = [name for name, one in inspect.signature(kind).parameters.items() if one.kind not in _REST][1:]
     if missing := [name for name in options if any(name not in group for group in optimizer.param_groups)]:
         raise HeterodyneError(
