@@ -186,6 +186,16 @@ def test_ranks_in_different_calls_are_named_with_them() -> None:
     )
 
 
+def test_calls_that_differ_are_named_also_where_their_collectives_matched_and_they_ended() -> None:
+    stepped = Calls().begun("step()").ended()
+    it = detector()
+    alone = stepped.begun("state_dict()").ended().begun("step()").ended()
+    it.observe(1, {0: calling(1, alone), **{r: calling(1, stepped.begun("step()").ended()) for r in (1, 2)}})
+    failure = it.failure()
+    assert failure is not None
+    assert "rank 0 is in state_dict(); ranks 1, 2 are in step()" in failure.text
+
+
 def test_a_rank_that_is_a_call_ahead_is_in_order_if_it_has_made_the_same_ones() -> None:
     first = Calls().begun("step()")
     it = detector()

@@ -295,16 +295,14 @@ class FailureDetector:
         return None
 
     def _parted(self) -> Failure | None:
-        """Workers whose calls differ, or who wait in one for a worker that has left: they would wait for ever."""
-        inside = {
-            rank: heartbeat.calls
-            for rank, heartbeat in self._heartbeats.items()
-            if heartbeat.calls.inside and heartbeat.kind != "left"
-        }
-        for rank, calls in inside.items():
+        """Workers whose calls differ, also where those have ended, or who wait in one for a worker that has left."""
+        here = {rank: heartbeat.calls for rank, heartbeat in self._heartbeats.items() if heartbeat.kind != "left"}
+        for rank, calls in here.items():
             names = {other: heartbeat.calls.name_of(calls.number) for other, heartbeat in self._heartbeats.items()}
             if any(name not in ("", calls.latest) for name in names.values()):
                 return self._calls_differ(names)
+            if not calls.inside:
+                continue
             gone = [
                 r
                 for r, heartbeat in self._heartbeats.items()
