@@ -139,7 +139,7 @@ def _optimizer(value: Any) -> str | None:
         known = any(f"{of.__module__}.{of.__qualname__}" == "torch.optim.optimizer.Optimizer" for of in value.__mro__)
         return None if known else ", which is none of torch.optim"
     made = _is_a(value, "torch.optim.optimizer.Optimizer") or _is_a(value, "heterodyne.job.OptimizerSection")
-    if made or callable(value):
+    if made or (callable(value) and not _is_a(value, "torch.nn.modules.module.Module")):
         return None
     return "; it is an optimizer of torch.optim, a function that makes one from parameters, or an OptimizerSection(name='adamw', lr=...)"
 

@@ -148,6 +148,8 @@ LIVES: dict[str, list[Change]] = {
         lambda *_: None,
     ],
     "two denominators in one function": [_weigh, *_set("loss", "kind", "both", "both", "labels")],
+    "the model is moved": [lambda model, _: model._apply(torch.clone), lambda *_: None],
+    "the model goes to shared memory": [lambda model, _: model.share_memory()],
     "a criterion of another form": _set("loss", "kind", "smooth", "labels", "smooth", "smooth"),
 }
 
@@ -276,6 +278,7 @@ CHOSEN = {
         "another class is ignored",
         "a buffer of the loss is replaced",
         "another forward",
+        "the model is moved",
     ],
     "1F1B": [
         "a term joins the loss",
@@ -324,6 +327,14 @@ def test_a_head_that_no_stage_gathers_or_that_is_not_cut_is_refused_by_name(pool
             assert isinstance(told, str)
             assert "'model.helps' was False and is True" in told
             assert why in told
+
+
+def test_gradients_that_other_ranks_would_read_elsewhere_are_refused_with_the_remedy(pool: Pool) -> None:
+    name = "the model goes to shared memory"
+    for found in pool.run(2, ours, "data", [name], timeout_s=60.0):
+        told = found[name]
+        assert isinstance(told, str)
+        assert "was moved between two steps, as model.share_memory() does" in told
 
 
 ANNEALED = [0.1 * step for step in range(8)]

@@ -28,7 +28,7 @@ from heterodyne.runtime.exact.determinism import exact_arithmetic
 from heterodyne.runtime.host_heap import keep_freed_memory
 from heterodyne.runtime.liveness.device_queue import DeviceQueue
 from heterodyne.runtime.liveness.watchdog import Watchdog
-from heterodyne.runtime.rendezvous.distributed import init_distributed
+from heterodyne.runtime.rendezvous.distributed import blamed, init_distributed
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 from heterodyne.runtime.same_ranks import require_same_software
 from heterodyne.units import counted, format_seconds
@@ -99,6 +99,15 @@ class Session:
     def phase(self, words: str, limit_s: float = LONGEST_PHASE_S) -> AbstractContextManager[Any]:
         """Around what takes long and is no step: the watchdog is told, so that no rank is reported as hanging before ``limit_s``."""
         return nullcontext() if self.watchdog is None else self.watchdog.phase(words, limit_s=limit_s)
+
+    @contextmanager
+    def calling(self, words: str) -> Iterator[None]:
+        """Around a call that every rank makes, in the same order: one that another rank does not make, or in which it alone fails, is told."""
+        if self.watchdog is None:
+            yield
+            return
+        with self.watchdog.calling(words), blamed(self.watchdog):
+            yield
 
 
 @checked_arguments

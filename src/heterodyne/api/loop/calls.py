@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 
 from heterodyne.api.session import Session
 from heterodyne.errors import HeterodyneError
-from heterodyne.runtime.rendezvous.distributed import blamed
 from heterodyne.runtime.weights.unheld import UnheldWeights
 
 __all__ = ["Calls"]
@@ -21,7 +20,7 @@ class Calls:
     """Names the calls of a loop, the outermost where one makes another. ``unheld``: those weights of this rank."""
 
     def __init__(self, session: Session, unheld: UnheldWeights) -> None:
-        self._watchdog = session.watchdog
+        self._session = session
         self._unheld = unheld
         self._inside = False
         self._block: tuple[str, Collection[str]] | None = None
@@ -47,9 +46,7 @@ class Calls:
         try:
             with ExitStack() as stack:
                 stack.enter_context(self._unheld.lifted())
-                if self._watchdog is not None:
-                    stack.enter_context(self._watchdog.calling(words))
-                    stack.enter_context(blamed(self._watchdog))
+                stack.enter_context(self._session.calling(words))
                 yield
         finally:
             self._inside = False

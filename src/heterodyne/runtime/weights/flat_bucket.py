@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from heterodyne.errors import HeterodyneError
 from heterodyne.plan.boxes import Box, inside, numel
 from heterodyne.plan.buckets import Bucket
 from heterodyne.plan.state_shards import Range
@@ -16,7 +17,7 @@ from heterodyne.runtime.comm.work import Work
 from heterodyne.runtime.weights.boxed import boxed
 from heterodyne.runtime.weights.masters import gradient_dtype
 
-__all__ = ["Entry", "FlatBucket", "size_of", "view_of"]
+__all__ = ["Entry", "FlatBucket", "size_of"]
 
 
 @dataclass(eq=False)
@@ -52,7 +53,7 @@ class FlatBucket:
     """``number``: in the plan. ``size``: of the buffer.
 
     ``comes_and_goes``: gradients are sharded, so the buffer is there only while it is needed. ``ranges``: which each rank of the process
-    group updates, where state is sharded. ``missing``: parameters whose gradient the last backward still owes.
+    group updates, where state is sharded. ``places``: the addresses of the buffer and of the entries' views. ``missing``: parameters whose gradient the last backward still owes.
     """
 
     number: int
@@ -62,6 +63,7 @@ class FlatBucket:
     comes_and_goes: bool
     ranges: Sequence[Range] | None = None
     entries: list[Entry] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
     missing: int = 0
     pending: Work | None = None
     given_back: bool = False
@@ -89,10 +91,34 @@ class FlatBucket:
             return
         size, dtype = self.size
         self.buffer = torch.empty(size, dtype=dtype, device=self.entries[0].parameter.device)
+        self.attach()
+
+    def attach(self) -> None:
+        """Give each entry its view of the buffer."""
+        assert self.buffer is not None
         begin = 0
         for entry in self.entries:
-            entry.view = view_of(self.buffer, begin, entry.parameter, entry.box, by_rows=True)
+            entry.view = _view_of(self.buffer, begin, entry.parameter, entry.box, by_rows=self.ranges is not None)
             begin += entry.view.numel()
+        self.places = self._places_now()
+
+    def require_in_place(self) -> None:
+        """Attach views anew that a move of the model between two steps, as ``model.to(memory_format=...)``, has put elsewhere.
+
+        Raises HeterodyneError if the memory that the ranks reduce in is not where it was, as after ``model.share_memory()``.
+        """
+        if self.buffer is None or (now := self._places_now()) == self.places:
+            return
+        if now[0] != self.places[0]:
+            raise HeterodyneError(
+                f"the memory of the gradients of {', '.join(repr(entry.name) for entry in self.entries[:3])} was moved between two steps, "
+                "as model.share_memory() does, and other ranks read it where it was: move the model before distribute"
+            )
+        self.attach()
+
+    def _places_now(self) -> list[int]:
+        assert self.buffer is not None
+        return [self.buffer.data_ptr(), *(e.view.data_ptr() for e in self.entries if e.view is not None)]
 
     def close(self) -> None:
         """Let go of a buffer that is not there all the time."""
@@ -110,7 +136,7 @@ def size_of(
     return sum(sizes), gradient_dtype(parameters[bucket.parts[0].name])
 
 
-def view_of(buffer: Tensor, offset: int, parameter: nn.Parameter, box: Box, *, by_rows: bool) -> Tensor:
+def _view_of(buffer: Tensor, offset: int, parameter: nn.Parameter, box: Box, *, by_rows: bool) -> Tensor:
     """A view shaped as the parameter, or a box of it, with its strides where it is dense in channels-last order, unless ``by_rows``."""
     channels_last = parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
     if not by_rows and not box and channels_last and not parameter.is_contiguous():

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from heterodyne.errors import CaptureError
-from heterodyne.plan.boxes import Box, inside, numel
+from heterodyne.plan.boxes import Box, inside
 from heterodyne.plan.buckets import BUCKETS_UNDER_WAY, Bucket
 from heterodyne.plan.program import Action, ActionKind
 from heterodyne.plan.state_shards import Range
@@ -29,7 +29,7 @@ from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.comm.work import Work
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.weights.between_steps import byte_sum
-from heterodyne.runtime.weights.flat_bucket import Entry, FlatBucket, size_of, view_of
+from heterodyne.runtime.weights.flat_bucket import Entry, FlatBucket, size_of
 from heterodyne.runtime.weights.masters import MasterWeights
 
 __all__ = ["GradientBuckets", "refusal_of_hook", "require_no_hooks"]
@@ -114,6 +114,7 @@ class GradientBuckets:
             entry.parameter.grad = None
             entry.filled = entry.ready = False
         for bucket in self._buckets:
+            bucket.require_in_place()
             bucket.missing = sum(entry.name not in untouched for entry in bucket.entries)
             bucket.pending, bucket.given_back = None, False
         self._armed = frozenset()
@@ -304,12 +305,11 @@ class GradientBuckets:
             shared = process_group if process_group in by_group else None
             comes = shared is not None and buffer is None
             flat = FlatBucket(bucket.index, size, buffer, shared, comes, ranges)
-            offset = 0
             for part in bucket.parts:
-                parameter, box = parameters[part.name], inside(self._boxes.get(part.name, ()), part.box)
-                view = None if buffer is None else view_of(buffer, offset, parameter, box, by_rows=ranges is not None)
-                flat.entries.append(Entry(part.name, parameter, view, place, box))
-                offset += numel(box, parameter.shape)
+                box = inside(self._boxes.get(part.name, ()), part.box)
+                flat.entries.append(Entry(part.name, parameters[part.name], None, place, box))
+            if buffer is not None:
+                flat.attach()
             flats.append(flat)
         return flats
 
