@@ -12,25 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.runtime.checkpoint import checkpoints
-from heterodyne.runtime.trainer import Trainer
+from heterodyne.runtime.engine import Engine
+from heterodyne.runtime.step_result import StepResult
 
 PLACE = Path(os.environ["WAY_OUT"])
 RANK = int(os.environ.get("RANK", "0"))
 AT = int(os.environ.get("WAY_OUT_AT", "-1"))
-step, write = Trainer._step, checkpoints.write_tensors
+step, write = Engine.step, checkpoints.write_tensors
 
 
 def reached(what: str) -> None:
     (PLACE / f"{what}.{RANK}").write_text(str(os.getpid()))
 
 
-def slow_step(self: Trainer, sinks: Any) -> None:
-    if self._done == AT:
+def slow_step(self: Engine, *batch: Any) -> StepResult:
+    if self.done == AT:
         reached("step")
         if RANK == 1 and "WAY_OUT_RAISES" in os.environ:
             raise ValueError("an error of the script")
         time.sleep(float(os.environ.get("WAY_OUT_STEP_S", "0")))
-    step(self, sinks)
+    return step(self, *batch)
 
 
 def slow_write(directory: Path, rank: int, tensors: Any) -> Any:
@@ -44,8 +45,8 @@ def slow_write(directory: Path, rank: int, tensors: Any) -> Any:
     return write(directory, rank, tensors)
 
 
-if Trainer._step.__name__ != slow_step.__name__:  # this file is run whenever the model is built
-    Trainer._step = slow_step  # type: ignore[method-assign]
+if Engine.step.__name__ != slow_step.__name__:  # this file is run whenever the model is built
+    Engine.step = slow_step  # type: ignore[method-assign]
     checkpoints.write_tensors = slow_write
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+import os
+import shutil
+import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +28,13 @@ from heterodyne.errors import (
     DataError,
     HeterodyneError,
     InfeasibleError,
+    NumericsError,
     OutOfMemoryError,
 )
 from heterodyne.job import OptimizerSection
 from heterodyne.report.html import write_report
 from heterodyne.runtime.records.shortages import note_shortage, read_shortages
+from heterodyne.runtime.worker import StepResult, Worker
 
 CLASSES = 3
 NOTING_TRACKER = """
@@ -323,3 +329,72 @@ def test_the_random_numbers_of_the_script_stay_what_they_are() -> None:
     with hd.distribute(model, batch_of(8), loss=nn.CrossEntropyLoss(), optimizer=groups, measure_s=0.05) as trainer:
         trainer.step(batch_of(8))
         assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_loop_whose_memory_ends_goes_on_from_what_was_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    def losses(steps: range, **more: Any) -> list[float]:
+        of_run: dict[str, Any] = {"measure_s": 0.05, "rehearsal_s": 0, "micro_batch_sizes": (4,), **more}
+        with hd.distribute(
+            classifier(), batch_of(8), loss=nn.CrossEntropyLoss(), optimizer=sgd, run_dir=tmp_path / "run", **of_run
+        ) as trainer:
+            assert trainer.steps_done == steps.start
+            return [trainer.step(batch_of(8, seed)).loss for seed in steps]
+
+    wanted = losses(range(6))
+    shutil.rmtree(tmp_path / "run")
+    whole = Worker.step
+
+    def short(worker: Worker, batch: Any, step: int | None = None) -> StepResult:
+        if worker.steps_done == 3:
+            raise OutOfMemoryError("no room", rank=0, host="here")
+        return whole(worker, batch, step)
+
+    monkeypatch.setattr(Worker, "step", short)
+    with pytest.raises(OutOfMemoryError):
+        losses(range(6))
+    monkeypatch.undo()
+    assert losses(range(3, 6), resume=True) == wanted[3:]
+
+
+def test_a_loop_is_told_that_it_shall_stop_and_can_save_what_it_has(tmp_path: Path) -> None:
+    with hd.distribute(
+        classifier(), batch_of(8), loss=nn.CrossEntropyLoss(), run_dir=tmp_path / "run", measure_s=0.05, rehearsal_s=0
+    ) as trainer:
+        assert not trainer.should_stop
+        for seed in range(8):
+            if seed == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            trainer.step(batch_of(8, seed))
+            if trainer.should_stop:
+                trainer.save_checkpoint(extra={"seed": seed + 1})
+                break
+        assert trainer.steps_done == 3
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["interrupted"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_checkpoint_of_weights_that_give_no_loss_is_set_aside_in_a_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = Worker.step
+
+    def spoilt(worker: Worker, batch: Any, step: int | None = None) -> StepResult:
+        result = whole(worker, batch, step)
+        return replace(result, loss=math.nan, fault="the loss is not finite") if result.step >= 4 else result
+
+    monkeypatch.setattr(Worker, "step", spoilt)
+    with hd.distribute(
+        classifier(), batch_of(8), loss=nn.CrossEntropyLoss(), run_dir=tmp_path, measure_s=0.05, rehearsal_s=0
+    ) as trainer:
+        for seed in range(9):
+            trainer.step(batch_of(8, seed))
+            if seed in (1, 3):
+                trainer.save_checkpoint(keep=1)
+        with pytest.raises(NumericsError, match=r"newest checkpoint is of step 2.*load_checkpoint"):
+            trainer.step(batch_of(8))
+    assert {path.name for path in (tmp_path / "checkpoint").iterdir()} == {"step-2", "step-4.not-finite"}

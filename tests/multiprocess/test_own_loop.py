@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
+import signal
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -304,6 +306,23 @@ def test_a_call_that_only_one_rank_makes_is_named_instead_of_hanging() -> None:
         assert "rank 0 waits in step() for 1 s: rank 1 has not come to it" in workers[0].output
         for worker in workers:
             assert "the ranks call different things: rank 0 is in state_dict(); rank 1 is in step()" in worker.output
+
+
+def asked_to_stop(world: World, found: ModelGraph, plan: Plan) -> list[int]:
+    """Rank 1 alone gets the signal, in its third step. Return after which steps the loop went on."""
+    went_on = []
+    with start(world, Labelled(), plan, found, optimizer=adamw) as trainer:
+        while not trainer.should_stop:
+            if trainer.steps_done == 2 and world.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            trainer.step(batch_of(SAMPLES, trainer.steps_done))
+            went_on.append(trainer.steps_done)
+    return went_on
+
+
+def test_a_signal_that_one_rank_gets_is_known_to_all_after_the_same_step(pool: Pool) -> None:
+    plan = plan_of(graph(), cluster_of(2), ((4,), (2,)))
+    assert pool.run(2, asked_to_stop, graph(), plan, timeout_s=60.0) == [[1, 2, 3]] * 2
 
 
 class Chain(nn.Module):

@@ -26,9 +26,10 @@ from heterodyne.runtime.checkpoint.export import WEIGHTS
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.data.text import GlobalBatch, open_text
+from heterodyne.runtime.engine import Outcome
 from heterodyne.runtime.records.progress import SilentReporter
 from heterodyne.runtime.records.run_directory import RunDirectory
-from heterodyne.runtime.trainer import Outcome, Trainer
+from heterodyne.runtime.trainer import Trainer
 from heterodyne.runtime.worker import StepResult, Worker
 from multiprocess.pool import Pool, RemoteError, World
 from pure.build import cluster

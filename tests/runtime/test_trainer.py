@@ -26,10 +26,11 @@ from heterodyne.runtime.checkpoint.export import WEIGHTS
 from heterodyne.runtime.checkpoint.tensor_files import write_tensors
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.data.text import GlobalBatch, TextData, open_text
+from heterodyne.runtime.engine import Outcome
 from heterodyne.runtime.records.metrics import StepRecord
 from heterodyne.runtime.records.progress import Reporter
 from heterodyne.runtime.records.run_directory import RunDirectory
-from heterodyne.runtime.trainer import Outcome, Trainer
+from heterodyne.runtime.trainer import Trainer
 
 PLAN = Plan(
     model="m",
@@ -77,7 +78,7 @@ class Worker:
         torch.manual_seed(0)
         self.module = nn.Sequential(nn.Embedding(256, 8), nn.Dropout(0.2), nn.Linear(8, 256))
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-2)
-        self.steps = 0
+        self.steps_done = 0
         self.on_step = on_step
         self.faults: dict[int, str] = {}
         self.spoilt: str | None = None
@@ -91,11 +92,11 @@ class Worker:
         self.optimizer.zero_grad()
         loss = self._loss(batch)
         loss.backward()
-        self.steps += 1
-        fault = self.faults.get(self.steps)
+        self.steps_done += 1
+        fault = self.faults.get(self.steps_done)
         if fault is None:
             self.optimizer.step()
-        self.on_step(self.steps)
+        self.on_step(self.steps_done)
         return Result(loss=loss.item() if fault is None else math.nan, grad_norm=1.0, lr=1e-2, fault=fault)
 
     def evaluate_sum(self, batch: GlobalBatch) -> tuple[float, float]:
@@ -113,12 +114,12 @@ class Worker:
         return self.module.state_dict()
 
     def own_state(self) -> Any:
-        return {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict(), "steps": self.steps}
+        return {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict(), "steps": self.steps_done}
 
     def load_state_dict(self, state: Any) -> None:
         self.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.steps = state["steps"]
+        self.steps_done = state["steps"]
 
 
 class Notes(Reporter):
@@ -150,7 +151,7 @@ def trainer(
     run: Path, data: TextData, *, job: Job, worker: Worker | None = None, notes: Notes | None = None
 ) -> Trainer:
     return Trainer(
-        worker=worker or Worker(),
+        worker=worker or Worker(),  # type: ignore[arg-type]
         data=data,
         job=job,
         plan=PLAN,
@@ -293,7 +294,7 @@ def test_more_failed_checkpoints_in_a_row_than_may_be_end_the_run(
     few = job().model_copy(update={"checkpoint": CheckpointSection(every=2, max_failed=1)})
     with pytest.raises(CheckpointError, match="of step 4"):
         trainer(tmp_path / "run", data, job=few, worker=worker).train()
-    assert worker.steps == 4
+    assert worker.steps_done == 4
 
 
 def test_a_finished_run_has_nothing_left_to_do(data: TextData, undisturbed: tuple[Path, Outcome]) -> None:

@@ -16,35 +16,36 @@ from heterodyne.api.loop.average import Average
 from heterodyne.api.loop.batches import BatchFormat, BatchLike, require_like_example
 from heterodyne.api.loop.callbacks import Callback
 from heterodyne.api.loop.calls import Calls
-from heterodyne.api.loop.names import Names
+from heterodyne.api.loop.model_with_loss import names_of
 from heterodyne.api.loop.prediction import Metric, Predictor, gathered_outputs
-from heterodyne.api.loop.run_records import RunRecords
 from heterodyne.api.loop.validation import validated
 from heterodyne.api.loop.weights_back import WeightsAtEnd, gathered_weights
 from heterodyne.api.loop.whole_weights import WholeWeights
+from heterodyne.api.memory_ends import rescued_if_memory_ends
+from heterodyne.api.run_files import write_summary
 from heterodyne.api.session import LONGEST_PHASE_S, Session
 from heterodyne.api.settings import Prepared
 from heterodyne.arguments import checked_arguments
 from heterodyne.cluster.profile import Profile
 from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.job import TrainingSection
 from heterodyne.plan.plan import Plan
-from heterodyne.processes.signals import finished_first
+from heterodyne.processes.signals import StopRequest, finished_first, orderly_stop
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints, taken_from
 from heterodyne.runtime.checkpoint.export import export_model
-from heterodyne.runtime.checkpoint.random_state import restore_random_state
+from heterodyne.runtime.engine import EXTRA, Engine
+from heterodyne.runtime.records.progress import SilentReporter
 from heterodyne.runtime.records.recorder import Recorder
-from heterodyne.runtime.same_batch import digest, is_looked_at, require_same
-from heterodyne.runtime.skipped import SkippedSteps, require_finite
+from heterodyne.runtime.records.run_directory import RunDirectory
+from heterodyne.runtime.records.run_records import RunRecords
 from heterodyne.runtime.slices import BatchSource, as_source
 from heterodyne.runtime.weights.average import WeightAverage
-from heterodyne.runtime.weights.between_steps import require_alike
 from heterodyne.runtime.weights.materialise import fill_in
 from heterodyne.runtime.weights.parameter_groups import options_of
 from heterodyne.runtime.worker import StepResult, Worker
 from heterodyne.search.explain import paragraph
 from heterodyne.timeline import Timeline
+from heterodyne.tracker_options import TrackerOptions
 
 __all__ = ["Distributed"]
 
@@ -64,7 +65,8 @@ class Distributed:
         prepared: Prepared,
         worker: Worker,
         recorder: Recorder,
-        records: RunRecords,
+        run: RunDirectory | None,
+        trackers: Sequence[TrackerOptions],
         callbacks: Sequence[Callback],
         weights_at_end: WeightsAtEnd,
         closing: ExitStack,
@@ -75,18 +77,39 @@ class Distributed:
         self._prepared = prepared
         self._worker = worker
         self._recorder = recorder
-        self._records = records
+        self._run = run
         self._callbacks = list(callbacks)
         self._weights_at_end = weights_at_end
         self._closing = closing
         self._closed = False
         self.extra: dict[str, Any] = {}
         """What was kept beside the checkpoint that was loaded last."""
-        self._names = Names(worker.module)
+        self._names = names_of(worker.module)
         self._unheld = worker.unheld(self._names.own)
         self._calls = Calls(session, self._unheld)
         self._predictor = Predictor(worker, session.say)
-        self._skipped = SkippedSteps(TrainingSection().max_skipped_steps, session.say)
+        planned = prepared.planned
+        records = RunRecords(
+            run=run,
+            reporter=SilentReporter(0),
+            samples=self.plan.global_batch_size,
+            ideal_samples_per_s=None if planned is None else sum(planned.rates.values()),
+            trackers=trackers,
+            config={"model": self.graph.name, "global_batch_size": self.plan.global_batch_size},
+            say=session.say,
+        )
+        self._engine = Engine(
+            worker=worker,
+            agreement=session.agreement,
+            plan=self.plan,
+            identity={"loop": {"model": self.graph.name, "parameters": self.graph.parameter_count}},
+            records=records,
+            say=session.say,
+            names=self._names,
+            phase=self.phase,
+        )
+        self._stop: StopRequest | None = None
+        self._stops = False
 
     @property
     def plan(self) -> Plan:
@@ -149,20 +172,27 @@ class Distributed:
                 "the trainer is closed: its 'with' is left, or close() was called, and nothing brings the gradients of the ranks together "
                 "any more. Step inside of the 'with', or distribute the model again"
             )
-        with self._calls.named("step()"):
-            named = self._named(batch)
-            several = self._session.world_size > 1
-            if several and is_looked_at(self.steps_done):
-                of_all = self._session.communicator.all_gather_object((digest(named), self._worker.sample()))
-                require_same([of for of, _ in of_all], self.steps_done, given=not isinstance(named, BatchSource))
-                require_alike([sample for _, sample in of_all], self.steps_done)
-            result = self._worker.step(named)
+        with self._calls.named("step()"), rescued_if_memory_ends(self._session, self._engine.rescue):
+            result = self._engine.step(lambda: self._named(batch), self._stop)
             self._unheld.note_step()
             self._predictor.forget()
-            self._records.step(result)
-            self._skipped.note(result.step + 1, result.fault, overflow=result.overflow)
         self._tell(lambda callback: callback.on_step_end(self, result))
         return result
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether any rank was asked to stop (Ctrl-C, SIGTERM), the same on all of them; to be read on every rank after each step.
+
+        From the first time that it is read until `close` a signal no longer ends the script at once: the step under way is finished, and
+        this is true after it, on every rank after the same step, so that the script can save a checkpoint and leave its loop. A second
+        signal ends the process at once.
+        """
+        with self._calls.named("should_stop"):
+            if self._stop is None:
+                words = "the step, and what the script does when it reads should_stop,"
+                self._stop = self._closing.enter_context(orderly_stop(words, LONGEST_PHASE_S, self._session.say))
+            self._stops = self._stops or self._engine.stopping(self._stop)
+            return self._stops
 
     def evaluate(self, batch: BatchLike) -> float:
         """The loss of a batch of any size in eval mode, without training on it."""
@@ -182,7 +212,7 @@ class Distributed:
             communicator = self._session.communicator
             own = {name: self._as_own_code(metric) for name, metric in (metrics or {}).items()}
             found = validated(batches, own, self._format, self._worker, self._predictor, communicator)
-            self._records.validation(found["loss"])
+            self._engine.validated(found["loss"])
         self._tell(lambda callback: callback.on_evaluate(self, found))
         return found
 
@@ -322,13 +352,8 @@ class Distributed:
         finite: it would take the place of one that is.
         """
         first = finished_first("the checkpoint", LONGEST_PHASE_S, self._session.say)
-        with first, self._calls.named("save_checkpoint()"), self.phase("writing a checkpoint"):
-            self._skipped.require_none(self.steps_done)
-            require_finite(self._session.agreement.gather_or_raise(self._worker.not_finite), self.steps_done)
-            state = self._names.own_state(self._worker.own_state()) | ({"extra": dict(extra)} if extra else {})
-            checkpoints = self._checkpoints(directory, keep)
-            path = checkpoints.save(self.steps_done, state, identity=self._identity, plan=self.plan.dump())
-            checkpoints.prune()
+        with first, self._calls.named("save_checkpoint()"):
+            path = self._engine.save(self._checkpoints(directory, keep), {EXTRA: dict(extra)} if extra else {})
         self._tell(lambda callback: callback.on_save(self, path))
         return path
 
@@ -345,13 +370,9 @@ class Distributed:
             found = checkpoints.latest()
             if found is None:
                 return None
-            restored = checkpoints.load(found, identity=self._identity, wanted=self._needs)
-            with taken_from(f"{found.path} holds a state", "resume from an earlier one by moving it away"):
-                self._worker.load_state_dict(self._names.captured_state(restored.state))
-                if restored.random is not None:
-                    restore_random_state(restored.random)
-                self._predictor.forget()
-                self.extra = dict(restored.state.get("extra", {}))
+            beside = self._engine.restore(checkpoints, found, same_plan=found.plan == self.plan.dump())
+            self._predictor.forget()
+            self.extra = dict(beside.get(EXTRA, {}))
         self._session.say(f"going on after step {self.steps_done} from {found.path}")
         return self.extra
 
@@ -387,12 +408,25 @@ class Distributed:
         if self._closed:
             return
         with self._calls.named("close()"), self.phase("bringing the weights back"):
-            self._records.finish(self.measured())
+            self._engine.prune()
+            self._summarise()
             weights = gathered_weights(self._worker, self._session, weights_at_end)
             self._leave()
             if weights:
                 fill_in(self._worker.module, weights)
+        if self._session.watchdog is not None:
+            self._session.watchdog.before_out_of_memory(lambda: None)
         self._closing.close()
+
+    def _summarise(self) -> None:
+        measured = self.measured()
+        if self._run is None:
+            return
+        outcome = self._engine.outcome(interrupted=self._stops)
+        if self.rank == 0:
+            if measured is not None and outcome.loss is not None:
+                measured.save(self._run.timeline("measured"))
+            write_summary(self._run, self.graph, outcome)
 
     def __enter__(self) -> Self:
         return self
@@ -416,7 +450,7 @@ class Distributed:
     def _leave(self) -> None:
         self._closed = True
         self._unheld.release()
-        self._records.close()
+        self._engine.close()
         self._worker.close()
 
     def _as_own_code(self, metric: Metric) -> Metric:
@@ -431,19 +465,15 @@ class Distributed:
             call(callback)
 
     def _checkpoints(self, directory: Path | str | None, keep: int) -> Checkpoints:
-        found = self._records.checkpoints(None if directory is None else Path(directory), keep)
-        if found is None:
+        if directory is not None:
+            place = Path(directory)
+        elif self._run is not None:
+            place = self._run.checkpoints
+        else:
             raise CheckpointError(
                 "there is no run directory to keep checkpoints in: pass one to distribute (run_dir=), or a directory here"
             )
-        return found
-
-    def _needs(self, keys: Sequence[str]) -> bool:
-        return keys[0] == "extra" or self._worker.needs(self._names.captured_keys(tuple(keys)))
-
-    @property
-    def _identity(self) -> dict[str, Any]:
-        return {"loop": {"model": self.graph.name, "parameters": self.graph.parameter_count}}
+        return Checkpoints(place, keep=keep, agreement=self._session.agreement, say=self._session.say)
 
     @property
     def _device_ids(self) -> list[str]:

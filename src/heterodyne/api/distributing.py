@@ -20,10 +20,8 @@ from heterodyne.api.learned_memory import as_learned
 from heterodyne.api.loop.arguments import chosen_optimizer, require_sound_together, wanted_plan
 from heterodyne.api.loop.batches import BatchLike, batch_format
 from heterodyne.api.loop.callbacks import Callback
-from heterodyne.api.loop.model_with_loss import LossFunction, with_loss
-from heterodyne.api.loop.names import Names
+from heterodyne.api.loop.model_with_loss import LossFunction, names_of, with_loss
 from heterodyne.api.loop.remade_optimizer import remade, take_over
-from heterodyne.api.loop.run_records import RunRecords, open_run
 from heterodyne.api.loop.weights_back import WeightsAtEnd
 from heterodyne.api.loop.whole import copies_of, whole_model
 from heterodyne.api.memory_ends import lacked_so_far, noted_shortage, told_with_shortages
@@ -31,6 +29,7 @@ from heterodyne.api.optimizer_reach import reach_everywhere, reach_of_section
 from heterodyne.api.precision import resolved
 from heterodyne.api.preparation import prepare
 from heterodyne.api.rank_worker import make_worker
+from heterodyne.api.run_files import open_run, write_plan_files
 from heterodyne.api.script_end import left_with_script
 from heterodyne.api.session import Session, open_session
 from heterodyne.api.settings import Settings
@@ -172,7 +171,7 @@ def distribute(
         if isinstance(chosen, OptimizerSection):
             factory = None
         else:
-            factory = remade(chosen, module) if isinstance(chosen, Optimizer) else Names(module).of_factory(chosen)
+            factory = remade(chosen, module) if isinstance(chosen, Optimizer) else names_of(module).of_factory(chosen)
         settings = Settings(
             global_batch_size=global_batch_size or size or as_source(example, captured.graph).size,
             precision=precisions,
@@ -224,6 +223,8 @@ def distribute(
                 "the model is compiled, and its compiled code does not run: the plan runs pieces of its graph, or dropout or BatchNorm are "
                 "replaced by ones that give what one device gives"
             )
+        if run is not None:
+            here.agreement.only_on_rank0(lambda: write_plan_files(run, here, prepared))
         trainer = Distributed(
             model=inside,
             format=format,
@@ -231,7 +232,8 @@ def distribute(
             prepared=prepared,
             worker=worker,
             recorder=recorder,
-            records=RunRecords(run, here, prepared, worker, tracker_options(trackers)),
+            run=run,
+            trackers=tracker_options(trackers),
             callbacks=callbacks,
             weights_at_end=weights_at_end,
             closing=closing,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
-from typing import Any
+from dataclasses import asdict
+from pathlib import Path
 
 import torch
 
@@ -14,11 +15,25 @@ from heterodyne.api.session import Session
 from heterodyne.api.settings import Prepared
 from heterodyne.cluster.written import cluster_to_json
 from heterodyne.errors import HeterodyneError
-from heterodyne.runtime.records.run_directory import RunDirectory
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.runtime.engine import Outcome
+from heterodyne.runtime.records.run_directory import RunDirectory, require_shared
 from heterodyne.search.explain import result_of
 from heterodyne.text_files import write_text
 
-__all__ = ["environment", "write_plan_files"]
+__all__ = ["open_run", "write_plan_files", "write_summary"]
+
+
+def open_run(session: Session, path: Path, *, resume: bool) -> RunDirectory:
+    """Return the run directory of a loop, on every rank: a new or empty one; with ``resume`` also that of a run. Raises HeterodyneError."""
+
+    def choose() -> RunDirectory:
+        there = path.is_dir() and any(path.iterdir())
+        return RunDirectory.existing(path) if resume and there else RunDirectory.create(path)
+
+    run = session.agreement.on_rank0(choose)
+    require_shared(run, session.agreement)
+    return run
 
 
 def write_plan_files(run: RunDirectory, session: Session, prepared: Prepared) -> None:
@@ -37,10 +52,16 @@ def write_plan_files(run: RunDirectory, session: Session, prepared: Prepared) ->
         ) from error
 
 
-def environment() -> dict[str, Any]:
-    """Versions and the machine, for the summary of a run."""
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
+def write_summary(run: RunDirectory, graph: ModelGraph, outcome: Outcome) -> None:
+    """Write how a run ended, with versions and the machine. On rank 0."""
+    summary = {
+        "model": graph.name,
+        "parameters": graph.parameter_count,
+        **asdict(outcome),
+        "environment": {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
+        },
     }
+    write_text(run.summary, json.dumps(summary, indent=1) + "\n")

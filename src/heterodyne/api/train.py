@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -22,7 +21,7 @@ from heterodyne.api.memory_ends import (
 )
 from heterodyne.api.preparation import prepare
 from heterodyne.api.printing import show, show_result
-from heterodyne.api.run_files import environment, write_plan_files
+from heterodyne.api.run_files import write_plan_files, write_summary
 from heterodyne.api.session import LONGEST_PHASE_S, Session, open_session
 from heterodyne.api.settings import Prepared
 from heterodyne.cluster.profile import Profile
@@ -41,12 +40,13 @@ from heterodyne.report.run import load_run
 from heterodyne.report.tables import prediction_rows, summary_rows
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints
 from heterodyne.runtime.data.source import DataSource
+from heterodyne.runtime.engine import Outcome
 from heterodyne.runtime.records.progress import Reporter, SilentReporter, reporter_for
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.records.run_directory import RUNS, RunDirectory, require_shared
 from heterodyne.runtime.records.run_lock import occupied
 from heterodyne.runtime.records.shortages import Shortage
-from heterodyne.runtime.trainer import Outcome, Trainer, identity_of
+from heterodyne.runtime.trainer import Trainer, identity_of
 from heterodyne.search.explain import result_of
 from heterodyne.secret_names import has_secrets
 from heterodyne.text_files import write_text
@@ -285,13 +285,7 @@ def _train(
 
 def _summarise(run: RunDirectory, graph: ModelGraph, outcome: Outcome) -> None:
     """Write summary and report, and print what came out. On rank 0."""
-    summary = {
-        "model": graph.name,
-        "parameters": graph.parameter_count,
-        **asdict(outcome),
-        "environment": environment(),
-    }
-    write_text(run.summary, json.dumps(summary, indent=1) + "\n")
+    write_summary(run, graph, outcome)
     page = write_report(run.path)
     loaded = load_run(run.path)
     comparison = compare(loaded)

@@ -341,7 +341,7 @@ class Worker:
         """The part of the state after `steps_done` steps that this rank answers for, without asking other ranks; None in the middle of
         an update. From any thread, also while a step waits for others.
         """
-        if self._executor.updating:
+        if self._executor.updating or self._averages or self._loaded:  # averages are in no piece
             return None
         held = self._model.state.held(self._before)
         return replace(held, state={**held.state, **self._progress()})

@@ -3,12 +3,10 @@
 arguments        what was passed to `distribute`, checked before anything is captured
 batches          a tensor, a tuple or a mapping as tensors by name
 model_with_loss  a loss outside of the model as one module with it
-names            states under the names of the user's own model
 whole            the model in one piece, to be measured
 calls            which call a rank is in, for the watchdog
 prediction       the model's outputs for all samples, under any plan
 validation       loss and metrics over all samples
 weights_back     the trained weights in the user's model at the end
-run_records      the run directory
 callbacks        what others are told of
 """

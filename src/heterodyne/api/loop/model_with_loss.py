@@ -20,8 +20,9 @@ from torch.nn.modules.loss import _Loss
 
 from heterodyne.api.loop.batches import BatchFormat
 from heterodyne.errors import CaptureError
+from heterodyne.runtime.checkpoint.state_names import StateNames
 
-__all__ = ["LossFunction", "ModelWithLoss", "with_loss"]
+__all__ = ["LossFunction", "ModelWithLoss", "names_of", "with_loss"]
 
 LossFunction: TypeAlias = Callable[..., Tensor]
 
@@ -64,6 +65,11 @@ class ModelWithLoss(nn.Module):
         """What the model is called with; what only the loss reads may be missing in the batch."""
         given = {name: batch[name] for name in self._inputs if name in batch}
         return (tuple(given.values()), {}) if self._positional else ((), given)
+
+
+def names_of(module: nn.Module) -> StateNames:
+    """Return the names of states of a captured module."""
+    return StateNames(wrapped=isinstance(module, ModelWithLoss))
 
 
 def with_loss(

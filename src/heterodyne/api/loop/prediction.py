@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from heterodyne.api.loop.model_with_loss import ModelWithLoss
-from heterodyne.api.loop.names import Names
+from heterodyne.api.loop.model_with_loss import ModelWithLoss, names_of
 from heterodyne.errors import DataError
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.runtime.comm.communicator import Communicator
@@ -161,7 +160,7 @@ def _outputs(module: nn.Module, inputs: Mapping[str, Tensor], weights: Mapping[s
     if weights is None:
         outputs = model(*args, **kwargs)
     else:
-        outputs = functional_call(model, Names(module).own_model(weights), args, kwargs)
+        outputs = functional_call(model, names_of(module).own_model(weights), args, kwargs)
     return pytree.tree_map_only(Tensor, Tensor.detach, outputs) if torch.is_grad_enabled() else outputs
 
 

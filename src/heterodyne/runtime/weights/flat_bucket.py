@@ -52,8 +52,9 @@ class Entry:
 class FlatBucket:
     """``number``: in the plan. ``size``: of the buffer.
 
-    ``comes_and_goes``: gradients are sharded, so the buffer is there only while it is needed. ``ranges``: which each rank of the process
-    group updates, where state is sharded. ``places``: the addresses of the buffer and of the entries' views. ``missing``: parameters whose gradient the last backward still owes.
+    ``comes_and_goes``: gradients are sharded, so the buffer is there only while it is needed. ``ranges``: which each rank of the
+    process group updates, where state is sharded. ``places``: the addresses of the buffer and of the entries' views. ``missing``:
+    parameters whose gradient the last backward still owes.
     """
 
     number: int

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from heterodyne.api.loop.model_with_loss import ModelWithLoss
 from heterodyne.runtime.weights.optimizer import OptimizerFactory, takes_names
 
-__all__ = ["Names"]
+__all__ = ["StateNames"]
 
 _MODEL, _LOSS = "model.", "loss_fn."
 _AVERAGES = "averages"
@@ -19,11 +18,12 @@ _LOSS_STATE = "loss"
 """Where the state dict of a loss that is a module stands in the state of a loop."""
 
 
-class Names:
-    """Between the names of the captured module and those of the user's model; the same names where the model has its loss inside."""
+class StateNames:
+    """Between the names of the captured module and those of the user's model. ``wrapped``: the one has the other and its loss inside; else
+    their names are the same."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._wrapped = isinstance(module, ModelWithLoss)
+    def __init__(self, *, wrapped: bool) -> None:
+        self._wrapped = wrapped
 
     def own(self, name: str) -> str:
         """The user's name of a parameter; one of the loss keeps that of the captured module."""
@@ -73,6 +73,15 @@ class Names:
         if part == _AVERAGES:
             return (part, *path[:2], *map(self.captured, path[2:]))
         return (part, self.captured(path[0]), *path[1:]) if part in ("model", "optimizer") else keys
+
+    def own_keys(self, keys: tuple[str, ...]) -> tuple[str, ...]:
+        """The inverse of `captured_keys`."""
+        part, *path = keys
+        if not self._wrapped or not path or part not in ("model", "optimizer"):
+            return keys
+        if part == "model" and path[0].startswith(_LOSS):
+            return (_LOSS_STATE, path[0].removeprefix(_LOSS), *path[1:])
+        return (part, self.own(path[0]), *path[1:])
 
     def of_factory(self, factory: OptimizerFactory) -> OptimizerFactory:
         """The factory, given the user's names if it takes names."""

@@ -1,0 +1,347 @@
+"""The training engine of one rank: steps that the ranks make together, what is written of them, checkpoints, and rescues.
+
+A job (`heterodyne.runtime.trainer`) and a loop of one's own (`heterodyne.api.distributed`) stand on it: what one has, both have.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from heterodyne.errors import CheckpointError, NumericsError
+from heterodyne.job import TrainingSection
+from heterodyne.json_files import read_json
+from heterodyne.plan.plan import Plan
+from heterodyne.processes.heap import give_back_memory
+from heterodyne.processes.signals import StopRequest
+from heterodyne.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints, taken_from
+from heterodyne.runtime.checkpoint.random_state import random_state, restore_random_state, taken
+from heterodyne.runtime.checkpoint.rescue import Moment, Rescue
+from heterodyne.runtime.checkpoint.state_names import StateNames
+from heterodyne.runtime.comm.agreement import Agreement
+from heterodyne.runtime.records.peak_memory import forget_peak_memory, peak_memory_bytes
+from heterodyne.runtime.records.run_records import RunRecords
+from heterodyne.runtime.same_batch import digest, is_looked_at, require_same
+from heterodyne.runtime.skipped import SkippedSteps, require_finite
+from heterodyne.runtime.slices import BatchSource
+from heterodyne.runtime.step_result import StepResult
+from heterodyne.runtime.weights.between_steps import require_alike
+from heterodyne.runtime.worker import Worker
+from heterodyne.text_files import write_text
+
+__all__ = ["DATA", "EXTRA", "Engine", "Outcome"]
+
+DATA, EXTRA = "data", "extra"
+"""What stands in a checkpoint beside the state of the worker: where the data is, and what a script keeps."""
+
+Batch = Mapping[str, Tensor] | BatchSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended.
+
+    Args:
+        steps: optimizer steps that are done, those before a resume included.
+        loss: of the last step; None if there was nothing left to do.
+        validation_loss: the last one; None without validation.
+        interrupted: somebody asked to stop before all steps were done.
+        seconds: wall time of the loop.
+        peak_memory_bytes: the most that each rank used, in order of rank.
+    """
+
+    steps: int
+    loss: float | None
+    validation_loss: float | None
+    interrupted: bool
+    seconds: float
+    peak_memory_bytes: tuple[int, ...]
+
+
+class Engine:
+    """Trains with one worker. Every rank calls every method, in the same order, but for `rescue`.
+
+    Args:
+        worker: this rank's.
+        agreement: the ranks.
+        plan: that the worker obeys.
+        identity: what a run must agree in to continue this one.
+        records: what is written of the steps; opened here, on rank 0.
+        say: takes lines for people, from rank 0.
+        names: those of states in checkpoints.
+        most_skipped: so many steps in a row may be skipped.
+        phase: entered, with words, around what takes long and is no step (checkpoints).
+    """
+
+    def __init__(
+        self,
+        *,
+        worker: Worker,
+        agreement: Agreement,
+        plan: Plan,
+        identity: Mapping[str, Any],
+        records: RunRecords,
+        say: Callable[[str], None],
+        names: StateNames | None = None,
+        most_skipped: int = TrainingSection().max_skipped_steps,
+        phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._worker = worker
+        self._ranks = agreement
+        self._plan = plan.dump()
+        self._identity = dict(identity)
+        self._records = records
+        self._say = say
+        self._names = names or StateNames(wrapped=False)
+        self._phase = phase
+        self._begun = False
+        self._started_s = time.perf_counter()
+        self._generators = (worker.steps_done, taken())  # the steps that were done, and what was drawn from then on
+        self._skipped = SkippedSteps(most_skipped, say)
+        self._unproved: tuple[Checkpoints, int] | None = None  # a checkpoint whose weights have given no loss yet
+        self._checkpoints: Checkpoints | None = None  # the latest that were written or read
+        self._extra = False  # scripts keep something in checkpoints that nobody else knows
+        self._stopping: Callable[[], bool] = lambda: False
+        self._loss: float | None = None
+        self._validation: float | None = None
+        self.longest_s: float | None = None
+        """Seconds of the longest step."""
+        run = records.run
+        self._rescue = None if run is None else self._rescue_in(run.checkpoints)
+
+    @property
+    def done(self) -> int:
+        """Optimizer steps that are done, those before a resume included."""
+        return self._worker.steps_done
+
+    @property
+    def skips(self) -> bool:
+        """Whether the last step was skipped."""
+        return bool(self._skipped.in_a_row)
+
+    def begin(self) -> None:
+        """Forget what memory was used before training, and open the records; the first step does so too."""
+        if self._begun:
+            return
+        self._begun = True
+        self._started_s = time.perf_counter()
+        give_back_memory()
+        forget_peak_memory(self._worker.device)
+        self._ranks.only_on_rank0(lambda: self._records.open(self.done))
+
+    def step(self, read: Callable[[], Batch], stop: StopRequest | None = None) -> StepResult:
+        """Train on the batch that ``read`` gives. With ``stop`` the ranks ask each other whether to stop after it: see `stopping`.
+
+        Raises DataError if the ranks have other batches, PlanError if they have other weights, NumericsError if too many steps in a row
+        were skipped.
+        """
+        self.begin()
+        started_s = time.perf_counter()
+        self._generators = (self.done, taken())
+        batch = read()
+        if self._ranks.size > 1 and is_looked_at(self.done):
+            sample = self._worker.sample()
+            of_all = self._ranks.gather_or_raise(lambda: (digest(batch), sample))
+            require_same([of for of, _ in of_all], self.done, given=not isinstance(batch, BatchSource))
+            require_alike([of for _, of in of_all], self.done)
+        # Asked before the step and answered after it: to ask and wait in one would make fast ranks wait for slow updates.
+        self._stopping = (lambda: False) if stop is None else self._ranks.ask(lambda: stop.number is not None)
+        result = self._worker.step(batch)
+        seconds = time.perf_counter() - started_s
+        self.longest_s = max(seconds, self.longest_s or 0.0)
+        self._generators = (self.done, taken())
+        self._loss = result.loss
+        if self._ranks.rank == 0 and self._records.run is not None:
+            self._records.step(result, done=self.done, seconds=seconds, memory_bytes=self._peak_memory_bytes())
+        try:
+            self._skipped.note(self.done, result.fault, overflow=result.overflow)
+        except NumericsError as error:
+            raise self._stopped(error) from error
+        if result.fault is None:
+            self.prune()
+        return result
+
+    def stopping(self, stop: StopRequest) -> bool:
+        """Return whether any rank was asked to stop before the last step; they are named then. To be asked once after each step."""
+        if not self._stopping():
+            return False
+        self._stopping = lambda: False
+        stop.agree()
+        asked = self._ranks.gather_or_raise(
+            lambda: None if stop.number is None else f"{stop.number.name} (pid {os.getpid()})"
+        )
+        self._say(f"{_got(asked)}stopping after step {self.done}, as asked")
+        return True
+
+    def validated(self, loss: float) -> None:
+        """Keep the loss of a validation."""
+        self.begin()
+        self._validation = loss
+        if self._ranks.rank == 0:
+            self._records.validation(loss, done=self.done)
+
+    def save(self, checkpoints: Checkpoints, beside: Mapping[str, Any]) -> Path:
+        """Write a checkpoint, with what stands ``beside`` the state of the worker (`DATA`, `EXTRA`). Older ones stay until a step has shown
+        that this one is good.
+
+        Raises CheckpointError if a rank cannot write, NumericsError if the last step was skipped or the state is not finite.
+        """
+        with self._phase("writing a checkpoint"):
+            try:
+                self._skipped.require_none(self.done)
+                require_finite(self._ranks.gather_or_raise(self._worker.not_finite), self.done)
+            except NumericsError as error:
+                raise self._stopped(error) from error
+            state = {**self._names.own_state(self._worker.own_state()), **beside}
+            path = checkpoints.save(self.done, state, identity=self._identity, plan=self._plan)
+            self._keep_speeds()
+        self._checkpoints, self._unproved = checkpoints, (checkpoints, self.done)
+        self._extra = EXTRA in beside
+        return path
+
+    def restore(self, checkpoints: Checkpoints, found: Checkpoint, *, same_plan: bool) -> dict[str, Any]:
+        """Go on from a checkpoint; what stands in it beside the state of the worker. ``same_plan``: steps should take as long as before.
+
+        Raises CheckpointError if it is of another run, or holds what no run writes.
+        """
+        restored = checkpoints.load(found, identity=self._identity, wanted=self._wanted)
+        with taken_from(f"{found.path} holds a state", "resume from an earlier one by moving it away"):
+            state = dict(restored.state)
+            beside = {key: state.pop(key) for key in (DATA, EXTRA) if key in state}
+            self._worker.load_state_dict(self._names.captured_state(state))
+            wrong = next(
+                (name for name in self._ranks.gather_or_raise(self._worker.not_finite) if name is not None), None
+            )
+            if wrong is not None:
+                checkpoints.set_aside(restored.step)
+                raise CheckpointError(
+                    f"{wrong} is not finite in the checkpoint of step {restored.step}, which no run writes: it was set aside; resume again "
+                    "from an earlier one"
+                )
+            if restored.random is not None:
+                restore_random_state(restored.random)
+        self._checkpoints, self._unproved = checkpoints, (checkpoints, restored.step)
+        self._extra = EXTRA in beside
+        self._generators = (self.done, taken())
+        if same_plan:
+            self._expect_speeds()
+        return beside
+
+    def prune(self) -> None:
+        """Let go of the oldest checkpoints, where the weights of the newest have given a loss or there are no more steps to do."""
+        if self._unproved is not None:
+            checkpoints, _ = self._unproved
+            self._unproved = None
+            checkpoints.prune()
+
+    def rescue(self) -> None:
+        """Write what this rank holds of the state after the last step that was done; from any thread, also while this rank waits for
+        others in a step that will not end. Whoever resumes finds it, if all ranks have written. Raises nothing.
+        """
+        if self._rescue is not None:
+            with self._worker.aside():
+                self._rescue.write()
+
+    def outcome(self, *, interrupted: bool) -> Outcome:
+        return Outcome(
+            steps=self.done,
+            loss=self._loss,
+            validation_loss=self._validation,
+            interrupted=interrupted,
+            seconds=time.perf_counter() - self._started_s,
+            peak_memory_bytes=tuple(self._ranks.gather_or_raise(self._peak_memory_bytes)),
+        )
+
+    def close(self) -> None:
+        """End the records. On any rank, also where the others do not come any more."""
+        self._records.close()
+
+    def _stopped(self, error: NumericsError) -> NumericsError:
+        """The same error, which says what is left; a checkpoint of weights that have given no finite loss is not it."""
+        if self._unproved is not None:
+            checkpoints, step = self._unproved
+            checkpoints.set_aside(step)
+        found = None if self._checkpoints is None else self._checkpoints.latest()
+        left = (
+            "There is no checkpoint"
+            if found is None
+            else f"The newest checkpoint is of step {found.step}: change that and resume from it (--resume; load_checkpoint() in a loop)"
+        )
+        told = NumericsError(f"{error}. {left}")
+        told.shared = True
+        return told
+
+    def _rescue_in(self, directory: Path) -> Rescue:
+        return Rescue(
+            directory,
+            rank=self._ranks.rank,
+            size=self._ranks.size,
+            run=self._ranks.on_rank0(lambda: secrets.token_hex(8)),
+            identity=self._identity,
+            plan=self._plan,
+            moment=self._moment,
+            still=self._is_still,
+        )
+
+    def _moment(self) -> Moment | None:
+        done, generators = self._generators
+        held = None if self._extra else self._worker.held()
+        if held is None or held.state["step"] != done:
+            return None
+        pieces = tuple(replace(piece, keys=self._names.own_keys(piece.keys)) for piece in held.pieces)
+        named = replace(held, state=self._names.own_state(held.state), pieces=pieces)
+        return Moment(step=done, held=named, random=random_state(generators))
+
+    def _is_still(self, moment: Moment) -> bool:
+        return self._worker.held() is not None and self._generators[0] == moment.step
+
+    def _expect_speeds(self) -> None:
+        def read() -> Any:
+            with suppress(OSError, ValueError):
+                return None if self._records.run is None else read_json(self._records.run.speeds)
+            return None
+
+        speeds = self._ranks.on_rank0(read)
+
+        def expect() -> bool:
+            with suppress(ValueError, TypeError, LookupError):
+                self._worker.slowdowns.expect(speeds[self._ranks.rank])
+                return True
+            return False
+
+        if not all(self._ranks.gather_or_raise(expect)):
+            self._worker.slowdowns.reset()  # all ranks look at themselves before the same steps, or none does
+
+    def _keep_speeds(self) -> None:
+        run = self._records.run
+        if run is None:
+            return
+        speeds = self._ranks.gather_or_raise(self._worker.slowdowns.usual)
+
+        def write() -> None:
+            with suppress(OSError):
+                write_text(run.speeds, json.dumps(speeds))
+
+        if all(speeds):
+            self._ranks.only_on_rank0(write)
+
+    def _wanted(self, keys: Sequence[str]) -> bool:
+        return keys[0] in (DATA, EXTRA) or self._worker.needs(self._names.captured_keys(tuple(keys)))
+
+    def _peak_memory_bytes(self) -> int:
+        return peak_memory_bytes(self._worker.device) - self._worker.borrowed_bytes
+
+
+def _got(asked: Sequence[str | None]) -> str:
+    """Which ranks were sent a signal, where it was not all of them, as a launcher does."""
+    sent = [f"rank {rank} got {signal}" for rank, signal in enumerate(asked) if signal is not None]
+    return f"{', '.join(sent)}: " if len(sent) < len(asked) else ""

@@ -1,0 +1,89 @@
+"""What a run writes and shows of itself as it goes, on rank 0: ``metrics.jsonl``, trackers, and the progress for people."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from heterodyne.job import MetricsSection
+from heterodyne.runtime.records.metrics import Slower, StepRecord, Validation
+from heterodyne.runtime.records.progress import Reporter
+from heterodyne.runtime.records.run_directory import RunDirectory
+from heterodyne.runtime.records.sinks import Sinks
+from heterodyne.runtime.step_result import StepResult
+from heterodyne.tracker_options import TrackerOptions
+
+__all__ = ["RunRecords"]
+
+
+@dataclass(kw_only=True)
+class RunRecords:
+    """Writes nothing until it is opened, and so nothing on the other ranks.
+
+    Args:
+        run: where; None: nowhere.
+        reporter: shown each step and validation.
+        samples, length: of a step; the tokens of a sample, None: it has none.
+        ideal_samples_per_s: what the devices reach together when each computes for itself; None: efficiency is not known.
+        trackers, config: which get the numbers too, and what they are told of the run.
+        every, last: one step in so many is written, and the one of that number; None: nobody knows it.
+        say: takes warnings.
+    """
+
+    run: RunDirectory | None
+    reporter: Reporter
+    samples: int
+    length: int | None = None
+    ideal_samples_per_s: float | None = None
+    trackers: Sequence[TrackerOptions] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    every: int = 1
+    last: int | None = None
+    flush_s: float = MetricsSection().flush_s
+    say: Callable[[str], None] = lambda _: None
+    _sinks: Sinks | None = None
+
+    def open(self, done: int) -> None:
+        """Begin after ``done`` steps: lines of later ones are of another past. Raises HeterodyneError if nothing can be written."""
+        if self.run is not None:
+            self._sinks = Sinks.open(
+                self.run, self.trackers, done=done, config=self.config, flush_s=self.flush_s, say=self.say
+            )
+
+    def step(self, result: StepResult, *, done: int, seconds: float, memory_bytes: int) -> None:
+        """Write a step, the last of ``done``, that took ``seconds`` with the reading of its batch."""
+        samples_per_s = self.samples / seconds
+        record = StepRecord(
+            step=done,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            step_s=seconds,
+            samples_per_s=samples_per_s,
+            tokens_per_s=None if self.length is None else samples_per_s * self.length,
+            efficiency=samples_per_s / self.ideal_samples_per_s if self.ideal_samples_per_s else None,
+            memory_bytes=memory_bytes,
+            time_s=time.time(),
+        )
+        if self._sinks is not None and (done % self.every == 0 or done == self.last):
+            self._sinks.write(record)
+        if result.slower is not None:
+            self.reporter.slower = result.slower
+            if self._sinks is not None:
+                self._sinks.write(Slower(step=done, slower=result.slower, time_s=time.time()))
+        self.reporter.step(record)
+
+    def validation(self, loss: float, *, done: int) -> None:
+        line = Validation(step=done, validation_loss=loss, time_s=time.time())
+        if self._sinks is not None:
+            self._sinks.write(line)
+        self.reporter.validation(line)
+
+    def close(self) -> None:
+        """Wait for the trackers, for a bounded time."""
+        if self._sinks is not None:
+            self._sinks.close()
+            self._sinks = None
+        self.reporter.close()
