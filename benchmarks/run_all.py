@@ -70,6 +70,7 @@ BENCHMARKS = (
     "crowded",
     "heartbeats",
     "trackers",
+    "host_overhead",
     "accelerator_path",
     "worker_memory",
     "memory_truth",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from heterodyne.plan.program import Action
@@ -70,3 +71,18 @@ def test_the_end_of_a_collective_is_not_after_waiting_for_it() -> None:
     waited = pending.ended
     pending.note_end(waited + 1.0)  # the other thread was slow to note it
     assert pending.ended == waited
+
+
+def test_what_actions_of_some_kinds_have_computed_is_that_of_the_latest_step() -> None:
+    recorder = Recorder(rank=0, device=torch.device("cpu"))
+    for step in range(2):
+        recorder.begin()
+        for kind in ("F", "B", "STEP"):
+            with recorder.during(Action(0, kind, 0)):
+                pass
+        with recorder.during(Action(0, "F", 1), "comm"):
+            pass
+        recorder.end(step)
+    of_passes = [e.seconds for e in recorder.events() if e.step == 1 and e.lane == "compute" and e.kind in "FB"]
+    assert len(of_passes) == 2
+    assert recorder.computed_s(("F", "B")) == pytest.approx(sum(of_passes), abs=1e-6)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from heterodyne.runtime.liveness.slowdowns import Slowdowns
-from heterodyne.timeline import Event
 
 RANKS = 3
 
@@ -53,8 +52,8 @@ def run(
             group.all_reduce(rank, rows)
             return SimpleNamespace(wait=lambda: None)
 
-        events: list[Event] = []
-        recorder: Any = SimpleNamespace(on=True, latest=lambda: events)
+        computed_s = [0.0]
+        recorder: Any = SimpleNamespace(on=True, computed_s=lambda _: computed_s[0])
         communicator: Any = SimpleNamespace(rank=rank, world_size=RANKS, control=SimpleNamespace(all_reduce=all_reduce))
         own = Slowdowns(communicator, recorder, [f"host-{r}/cpu:0" for r in range(RANKS)])
         told = {}
@@ -64,9 +63,7 @@ def run(
             all_reduce(look)
             read = elements(step)
             passes = [seconds(r, step, e) for r, e in enumerate(read)]
-            events[:] = [
-                Event(rank=rank, lane="compute", kind="F", name="0F0", step=step, start_s=0.0, end_s=passes[rank])
-            ]
+            computed_s[0] = passes[rank]
             step_s = max(passes) + sum(message_s(r, step) for r in range(RANKS))  # all wait for the slowest
             found = own.note(step, step_s, read[rank], look=bool(look > 0))
             if found is not None:

@@ -38,7 +38,7 @@ from heterodyne.runtime.records.progress import SilentReporter
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.records.run_directory import RunDirectory
 from heterodyne.runtime.records.run_records import RunRecords
-from heterodyne.runtime.slices import BatchSource, as_source
+from heterodyne.runtime.slices import BatchSource, as_source, is_source
 from heterodyne.runtime.weights.average import WeightAverage
 from heterodyne.runtime.weights.materialise import fill_in
 from heterodyne.runtime.weights.parameter_groups import options_of
@@ -156,7 +156,7 @@ class Distributed:
 
     def _named(self, batch: BatchLike, *, without_target: bool = False) -> Mapping[str, Tensor] | BatchSource:
         named = self._format.named(batch, without_target=without_target)
-        if not isinstance(named, BatchSource):
+        if not is_source(named):
             require_like_example(named, self.graph)
         return named
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from torch import Tensor, fx
@@ -38,6 +39,9 @@ class BoundStage:
         self._halves = halves
         self._run = run
         self._inputs = inputs
+        self._shapes = cache(
+            lambda samples: [(name, tuple(int(size(samples)) for size in shape)) for name, shape in inputs.items()]
+        )
         self._received = received
         self._kept = kept
         self._results = results
@@ -52,11 +56,11 @@ class BoundStage:
         Returns what it sends, by name, and on the last stage the loss as ``loss``. Neither inputs nor what is received is changed.
         Raises DataError for an input of another shape than that of the capture.
         """
-        for name, shape in self._inputs.items():
-            expected = [int(size(samples)) for size in shape]
-            if list(inputs[name].shape) != expected:
+        for name, expected in self._shapes(samples):
+            if inputs[name].shape != expected:
                 raise DataError(
-                    f"the input {name!r} is {list(inputs[name].shape)} for {samples} samples, and the stages were made for {expected}. "
+                    f"the input {name!r} is {list(inputs[name].shape)} for {samples} samples, and the stages were made for "
+                    f"{list(expected)}. "
                     "Pad all batches to the shape of the example that the model was captured with"
                 )
         if self._halves is not None and not self.evaluating and samples > 1:

@@ -15,7 +15,7 @@ from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.exact.weighting import Weights, part_statistics
 from heterodyne.runtime.executor import Step, Watch
 from heterodyne.runtime.placement import RankRole
-from heterodyne.runtime.slices import BatchSource, GlobalBatchLike, OneShape, as_source
+from heterodyne.runtime.slices import BatchSource, GlobalBatchLike, OneShape, as_source, is_source
 from heterodyne.runtime.stages.stage_builder import (
     StageBuilder,
     StageRuntime,
@@ -100,7 +100,7 @@ class BatchWork:
     def source(self, batch: GlobalBatchLike, where: str) -> BatchSource:
         """Samples of a batch, whose values the model can look up. Raises DataError, with ``where`` they are."""
         source = as_source(batch, self._graph)
-        if not isinstance(batch, BatchSource):
+        if not is_source(batch):
             self._values.require(source.samples(0, source.size), 0, where)
             return source
         source = self._values.source(source, where)

@@ -32,7 +32,7 @@ from heterodyne.runtime.records.peak_memory import forget_peak_memory, peak_memo
 from heterodyne.runtime.records.run_records import RunRecords
 from heterodyne.runtime.same_batch import digest, is_looked_at, require_same
 from heterodyne.runtime.skipped import SkippedSteps, require_finite
-from heterodyne.runtime.slices import BatchSource
+from heterodyne.runtime.slices import BatchSource, is_source
 from heterodyne.runtime.step_result import StepResult
 from heterodyne.runtime.weights.between_steps import require_alike
 from heterodyne.runtime.worker import Worker
@@ -146,19 +146,19 @@ class Engine:
         """
         self.begin()
         started_s = time.perf_counter()
-        self._generators = (self.done, taken())
+        self._mark()
         batch = read()
         if self._ranks.size > 1 and is_looked_at(self.done):
             sample = self._worker.sample()
             of_all = self._ranks.gather_or_raise(lambda: (digest(batch), sample))
-            require_same([of for of, _ in of_all], self.done, given=not isinstance(batch, BatchSource))
+            require_same([of for of, _ in of_all], self.done, given=not is_source(batch))
             require_alike([of for _, of in of_all], self.done)
         # Asked before the step and answered after it: to ask and wait in one would make fast ranks wait for slow updates.
         self._stopping = (lambda: False) if stop is None else self._ranks.ask(lambda: stop.number is not None)
         result = self._worker.step(batch)
         seconds = time.perf_counter() - started_s
         self.longest_s = max(seconds, self.longest_s or 0.0)
-        self._generators = (self.done, taken())
+        self._mark()
         self._loss = result.loss
         if self._ranks.rank == 0 and self._records.run is not None:
             self._records.step(result, done=self.done, seconds=seconds, memory_bytes=self._peak_memory_bytes())
@@ -231,7 +231,7 @@ class Engine:
                 restore_random_state(restored.random)
         self._checkpoints, self._unproved = checkpoints, (checkpoints, restored.step)
         self._extra = EXTRA in beside
-        self._generators = (self.done, taken())
+        self._mark()
         if same_plan:
             self._expect_speeds()
         return beside
@@ -291,6 +291,11 @@ class Engine:
             moment=self._moment,
             still=self._is_still,
         )
+
+    def _mark(self) -> None:
+        """Keep what is drawn from now on, for a rescue."""
+        if self._rescue is not None:
+            self._generators = (self.done, taken())
 
     def _moment(self) -> Moment | None:
         done, generators = self._generators

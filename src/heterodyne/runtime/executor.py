@@ -151,7 +151,7 @@ class Executor:
         """Run this program from the next step on: that of the same plan, for another graph of the model."""
         self._program = program
         self._actions = program.ranks[self._rank]
-        self._names = {action: str(action) for action in self._actions}
+        self._names = [str(action) for action in self._actions]
         # An idle rank has no gradients to look at, so those that have some say so.
         self._tells = any(not actions for actions in program.ranks)
         self._last_pass = max((i for i, a in enumerate(self._actions) if a.kind in ("B", "I", "W")), default=-1)
@@ -173,19 +173,20 @@ class Executor:
         self._scaled = self._scale is not None
         if step.parts.transfers is not None:
             step.parts.transfers.begin(self._program.ranks, step.sizes)
-        for action in self._actions[: self._last_pass + 1]:
-            self._do(action, step)
+        after = self._last_pass + 1
+        for action, name in zip(self._actions[:after], self._names, strict=False):
+            self._do(action, name, step)
         loss, sent = self._send_loss(step)
         self._sums = None if self._gradients.same_way else (loss, sent)
         known: list[float] = []
-        for action in self._actions[self._last_pass + 1 :]:
+        for action, name in zip(self._actions[after:], self._names[after:], strict=True):
             if action.kind == "STEP" and update:
                 self._wait_for_gradients()
                 sent.wait()
                 known.append(self._known(loss, step))
                 step.skipped = not _finite(known[0], step.grad_norm)
             if action.kind not in _UPDATE or (update and not (step.skipped or step.stale or step.unlike)):
-                self._do(action, step)
+                self._do(action, name, step)
         if not known:  # no gradients here, so no STEP
             sent.wait()
             known.append(self._known(loss, step))
@@ -221,9 +222,9 @@ class Executor:
 
         return heard
 
-    def _do(self, action: Action, step: Step) -> None:
+    def _do(self, action: Action, name: str, step: Step) -> None:
         """One action. What it waits for is not part of it."""
-        self.doing = self._names[action]
+        self.doing = name
         kind, stage, index = action.kind, action.stage, action.index
         if kind in REDUCTIONS:
             self._gradients.launch(_number(index))
@@ -233,14 +234,14 @@ class Executor:
             self._shard(action)
         elif kind in _UPDATE:
             self._wait_for_gradients()
-            self._turn(self._names[action])
+            self._turn(name)
             with self._recorder.during(action):
                 if kind == "CLIP":
                     step.grad_norm = self._clipping.clip()
                 else:
                     self._update(step.learning_rate)
         elif step.spans[stage][_number(index)][1]:  # else this rank has no sample of it
-            self._pass(action, step, _number(index))
+            self._pass(action, name, step, _number(index))
 
     def _shard(self, action: Action) -> None:
         assert self._sharded is not None  # or its program has no such action
@@ -251,11 +252,11 @@ class Executor:
         started = self._recorder.now()
         self._recorder.collective(action, started, self._sharded.unshard(bucket, timed=self._recorder.on))
 
-    def _pass(self, action: Action, step: Step, index: int) -> None:
+    def _pass(self, action: Action, name: str, step: Step, index: int) -> None:
         stage, kind, stages = action.stage, action.kind, step.parts.stages
         if kind in ("RECV_F", "RECV_B"):
             if self._watch is not None:
-                self._watch.waiting(self._names[action])
+                self._watch.waiting(name)
             receive = stages.receive_forward if kind == "RECV_F" else stages.receive_backward
             with self._recorder.during(action, "comm"):
                 receive(stage, index)
@@ -276,7 +277,7 @@ class Executor:
         has_loss = stage == self._loss_stage
         weight = step.weights.of(index) if has_loss and kind in ("B", "I") else 0.0
         weight *= self._scale.value if self._scale is not None else 1.0
-        self._turn(self._names[action])
+        self._turn(name)
         with self._recorder.during(action):
             if kind == "F":
                 self._do_forward(stage, index, step)
@@ -285,7 +286,7 @@ class Executor:
             elif kind == "W":
                 stages.weights(stage, index)
             else:
-                if self._last_of_stage.get(stage) == action:
+                if self._last_of_stage.get(stage) is action:
                     self._gradients.begin_last_backward(stage)
                 stages.backward(stage, index, weight, half=kind == "I")
 

@@ -59,7 +59,8 @@ class RankRole:
         if not self.stages:
             return ()
         held = self.held[-1 if stage is None else self.stages.index(stage)]
-        taken = [held.worked_on(size)[self.position] for size in sizes]
+        of_size = {size: held.worked_on(size)[self.position] for size in set(sizes)}
+        taken = [of_size[size] for size in sizes]
         offsets = accumulate(sizes, initial=first)
         return tuple((offset + start, count) for offset, (start, count) in zip(offsets, taken, strict=False))
 

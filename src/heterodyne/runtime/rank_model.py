@@ -222,9 +222,13 @@ class RankModel:
         trained = {name for name, parameter in self._module.named_parameters() if parameter.requires_grad}
         return bool(self.ownership.shards) or not trained <= self.whole_everywhere().keys()
 
-    def require_as_left(self) -> None:
-        """Raises PlanError where a parameter is trained now that was not when the model was captured, or has values that no step reads."""
-        require_none_unfrozen(self._module, self._trained, self._known)
+    def require_as_left(self, *, same: bool = False) -> None:
+        """Raises PlanError where a parameter is trained now that was not when the model was captured, or has values that no step reads.
+
+        ``same``: which parameters there are, and which are trained, is known to be as it was before the last step.
+        """
+        if not same:
+            require_none_unfrozen(self._module, self._trained, self._known)
         self._regroup()
         self._watch.require_as_left()
         if self.sharded is not None:

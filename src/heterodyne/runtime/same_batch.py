@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from heterodyne.errors import DataError
-from heterodyne.runtime.slices import BatchSource
+from heterodyne.runtime.slices import BatchSource, is_source
 
 __all__ = ["digest", "is_looked_at", "require_same"]
 
@@ -31,7 +31,7 @@ def digest(batch: Mapping[str, Tensor] | BatchSource) -> str | None:
     """Of names, shapes, types and a few thousand values of each tensor, spread over all of it; what a source of samples says of itself
     (``digest``), None if it says nothing.
     """
-    if isinstance(batch, BatchSource):
+    if is_source(batch):
         said: str | None = getattr(batch, "digest", None)
         return said
     found = hashlib.blake2b(digest_size=16)

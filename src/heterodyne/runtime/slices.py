@@ -8,11 +8,12 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeIs
 
 from heterodyne.errors import DataError
 from heterodyne.graph.ir import ModelGraph
 
-__all__ = ["BatchSource", "GlobalBatchLike", "OneShape", "as_source", "union"]
+__all__ = ["BatchSource", "GlobalBatchLike", "OneShape", "as_source", "is_source", "union"]
 
 
 @runtime_checkable
@@ -24,6 +25,11 @@ class BatchSource(Protocol):
 
     def samples(self, first: int, count: int) -> Mapping[str, Tensor]:
         """Samples ``[first, first + count)`` of the global batch, by input name."""
+
+
+def is_source(batch: object) -> TypeIs[BatchSource]:
+    """Whether a batch hands out samples. What is a mapping or a sequence of tensors is known at once; a protocol is slow to ask for."""
+    return not isinstance(batch, dict | list | tuple) and isinstance(batch, BatchSource)
 
 
 GlobalBatchLike: TypeAlias = Mapping[str, Tensor] | Sequence[Tensor] | BatchSource
@@ -46,7 +52,7 @@ class _Tensors:
 
 def as_source(batch: GlobalBatchLike, graph: ModelGraph) -> BatchSource:
     """The batch as something that hands out samples. Raises DataError if it is not what the model was captured with."""
-    if isinstance(batch, BatchSource):
+    if is_source(batch):
         return batch
     dims = {entry.name: entry.batch_dim for entry in graph.inputs}
     given = dict(batch) if isinstance(batch, Mapping) else dict(zip(dims, batch, strict=False))

@@ -251,8 +251,9 @@ class Worker:
         """
         started_s = time.perf_counter()
         number = self.steps_done if step is None else step
-        self._model.require_as_left()
-        now = self._variants.step(number, suspects=self._slowdowns.suspects)
+        same = self._variants.are_same()
+        self._model.require_as_left(same=same)
+        now = self._variants.step(number, same=same, suspects=self._slowdowns.suspects)
         if now.changed:
             self._slowdowns.reset()
         read = self._executor.elements

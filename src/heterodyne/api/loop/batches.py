@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from heterodyne.errors import DataError
 from heterodyne.frontend.example import positional_names
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.runtime.slices import BatchSource
+from heterodyne.runtime.slices import BatchSource, is_source
 
 __all__ = ["TARGET", "BatchFormat", "BatchLike", "batch_format", "require_like_example"]
 
@@ -40,7 +40,7 @@ class BatchFormat:
 
         Raises DataError for anything else than batches of this format.
         """
-        if isinstance(batch, BatchSource):
+        if is_source(batch):
             return batch
         if isinstance(batch, Tensor):
             batch = (batch,)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -282,7 +283,8 @@ class ProcessGroup:
             self._exchange.close()
             self._exchange = None
         if self._group is not None:
-            dist.destroy_process_group(self._group)
+            with suppress(ValueError):  # whoever left the session first has ended all groups
+                dist.destroy_process_group(self._group)
             self._group = None
 
     def _in_order(self) -> ThreadPoolExecutor:

@@ -66,7 +66,7 @@ class Weights:
                 "leave such batches out, or make the global batch larger"
             )
 
-    @property
+    @cached_property
     def is_defined(self) -> bool:
         """Whether something in the whole batch counts."""
         return self._count.is_defined(self._whole)

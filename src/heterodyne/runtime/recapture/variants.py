@@ -201,6 +201,7 @@ class Variants:
         self._dtypes = {name: parameter.dtype for name, parameter in self._parameters.items()}
         self._known: list[tuple[State, Variant]] = [(self._start, self.first)]
         self._numbers: dict[str, None] = {}  # attributes that have changed, in order
+        self._unsure = True  # whether the latest step itself may have changed what is read
         self._in_a_row = 0  # steps for each of which the model was captured, because of what is in `_row`
         self._row: frozenset[str] = frozenset()
 
@@ -215,19 +216,25 @@ class Variants:
         self.writes.leave()
         read, before = self._training.read, self._training.read.state
         read.leave()
+        self._unsure = read.state is not before
         if self._runs:  # a forward has set what it sets
             return
         if read.state is not before:  # what a forward would have set is guarded: that changes nothing of what runs
             self._known.append((read.state, self.running))
         self.running.capture.follow(self._module)  # which is seen before the next step, whose forward may read it
 
-    def step(self, number: int, *, suspects: bool = False) -> Step:
+    def are_same(self) -> bool:
+        """Whether modules, parameters and all that forward and loss read are what they were at the last look in training."""
+        return not self._unsure and self._training.read.is_same()
+
+    def step(self, number: int, *, same: bool | None = None, suspects: bool = False) -> Step:
         """What the next step runs. Raises PlanError, on all ranks, for a change that cannot be followed.
 
+        ``same``: what `are_same` has just said, if it was asked.
         ``suspects``: this rank suspects that something is slower, which all are told with the rest.
         """
         seen = self._training
-        before, changed = seen.read.state, self._look(seen)
+        before, changed = seen.read.state, self._look(seen, same)
         look = self.writes.find(number)
         between = self.writes.found if self._trains else None
         compared = Compared(self._communicator, seen.changes, between, self.writes.state, look=look, suspects=suspects)
@@ -281,9 +288,9 @@ class Variants:
             self._communicator, [*self._training.changes, *self.writes.found, *(self.writes.state or ())]
         )
 
-    def _look(self, seen: _Seen) -> bool:
+    def _look(self, seen: _Seen, same: bool | None = None) -> bool:
         """Whether anything is another than at the last look in this mode."""
-        if seen.read.is_same() and seen.replaced == self._replaced.count:
+        if (seen.read.is_same() if same is None else same) and seen.replaced == self._replaced.count:
             return False
         self._replaced.take_over()
         replaced, seen.replaced = seen.replaced, self._replaced.count

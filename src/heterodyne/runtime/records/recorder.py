@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -33,7 +33,35 @@ class _Mark:
     lane: Lane
     action: Action
     start: Moment
-    end: Moment | Work
+    end: Moment | Work | None
+
+
+class _Step(NamedTuple):
+    """The marks of a step, and its first event on the device, which was recorded at ``origin_s`` of the host's clock."""
+
+    number: int
+    marks: list[_Mark]
+    origin: torch.Event | None
+    origin_s: float
+
+
+class _During:
+    """Marks the block as an action. Not a generator, which would cost more than what some actions do."""
+
+    __slots__ = ("_action", "_lane", "_recorder", "_start")
+
+    def __init__(self, recorder: Recorder, action: Action, lane: Lane) -> None:
+        self._recorder, self._action, self._lane = recorder, action, lane
+
+    def __enter__(self) -> None:
+        self._start = self._recorder.now()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._recorder.ended(self._action, self._lane, self._start)
+
+
+_NOTHING = nullcontext()
 
 
 class Recorder:
@@ -51,7 +79,7 @@ class Recorder:
         self.on = on
         self._rank = rank
         self._device = device
-        self._steps: deque[list[Event]] = deque(maxlen=keep_steps)
+        self._steps: deque[_Step] = deque(maxlen=keep_steps)
         self._marks: list[_Mark] = []
         self._origin: torch.Event | None = None
         self._origin_s = 0.0
@@ -75,14 +103,12 @@ class Recorder:
         event.record()
         return event
 
-    @contextmanager
-    def during(self, action: Action, lane: Lane = "compute") -> Iterator[None]:
+    def during(self, action: Action, lane: Lane = "compute") -> AbstractContextManager[None]:
         """What happens inside is that action: work on the lane ``compute``, or waiting for a message on ``comm``."""
-        if not self.on:
-            yield
-            return
-        start = self.now()
-        yield
+        return _During(self, action, lane) if self.on else _NOTHING
+
+    def ended(self, action: Action, lane: Lane, start: Moment) -> None:
+        """That action, which began at ``start``, is over."""
         self._marks.append(_Mark(lane, action, start, self.now()))
 
     def collective(self, action: Action, started: Moment, pending: Work) -> None:
@@ -96,15 +122,20 @@ class Recorder:
             return
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
-        self._steps.append([self._event(mark, step) for mark in self._marks])
+        marks = [replace(m, end=m.end.ended) if isinstance(m.end, Work) else m for m in self._marks]
+        self._steps.append(_Step(step, marks, self._origin, self._origin_s))
 
-    def latest(self) -> Sequence[Event]:
-        """Of the latest step."""
-        return self._steps[-1] if self._steps else ()
+    def computed_s(self, kinds: Container[str]) -> float:
+        """Seconds that actions of these kinds have computed in the latest step."""
+        if not self._steps:
+            return 0.0
+        of = self._steps[-1]
+        marks = [m for m in of.marks if m.lane == "compute" and m.action.kind in kinds]
+        return sum(max(0.0, self._end(m, of) - self._seconds(m.start, of)) for m in marks)
 
     def events(self) -> tuple[Event, ...]:
         """Of the latest steps, in seconds since the epoch of this host's clock."""
-        return tuple(event for step in self._steps for event in step)
+        return tuple(self._event(mark, step) for step in self._steps for mark in step.marks)
 
     def timeline(self, communicator: Communicator, devices: Sequence[str]) -> Timeline | None:
         """The latest steps of all ranks, on rank 0; None on the others. Collective. ``devices``: the device id of each rank."""
@@ -121,23 +152,27 @@ class Recorder:
         shifted = (replace(e, start_s=e.start_s - origin, end_s=e.end_s - origin) for e in joined(events))
         return Timeline.of("measured", devices, shifted)
 
-    def _event(self, mark: _Mark, step: int) -> Event:
-        start = self._seconds(mark.start)
-        end = mark.end.ended if isinstance(mark.end, Work) else mark.end
+    def _event(self, mark: _Mark, of: _Step) -> Event:
+        start = self._seconds(mark.start, of)
         return Event(
             rank=self._rank,
             lane=mark.lane,
             kind=mark.action.kind,
             name=str(mark.action),
-            step=step,
+            step=of.number,
             start_s=start,
-            end_s=max(start, start if end is None else self._seconds(end)),
+            end_s=max(start, self._end(mark, of)),
         )
 
-    def _seconds(self, moment: Moment) -> float:
+    def _end(self, mark: _Mark, of: _Step) -> float:
+        """Where it is not known, that of its start."""
+        assert not isinstance(mark.end, Work)
+        return self._seconds(mark.start if mark.end is None else mark.end, of)
+
+    def _seconds(self, moment: Moment, of: _Step) -> float:
         if isinstance(moment, torch.Event):
-            assert self._origin is not None
-            return self._wall_s + self._origin_s + self._origin.elapsed_time(moment) / 1e3
+            assert of.origin is not None
+            return self._wall_s + of.origin_s + of.origin.elapsed_time(moment) / 1e3
         return self._wall_s + moment
 
 

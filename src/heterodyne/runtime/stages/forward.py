@@ -21,6 +21,7 @@ from heterodyne.runtime.exact.generators import require_known_draws
 
 __all__ = ["Forward", "Precision", "autocast", "on_device"]
 
+_NOTHING = nullcontext()
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -67,9 +68,14 @@ class Forward:
         """
         return self._dropout.draws(step, samples, first_call) if self._dropout else None
 
-    @contextmanager
-    def around_forward(self, draws: Draws | None) -> Iterator[None]:
+    def around_forward(self, draws: Draws | None) -> AbstractContextManager[None]:
         """What has to surround the forward of any part of the model. ``draws`` None: random ops are left to torch."""
+        if self._precision == "fp32" and not (self.intercepts or self._opaque):
+            return _NOTHING
+        return self._in_forward(draws)
+
+    @contextmanager
+    def _in_forward(self, draws: Draws | None) -> Iterator[None]:
         with self._autocast(), self._modes(draws, "forward"), self._known_draws(draws):
             yield
 
@@ -83,7 +89,7 @@ class Forward:
         """What has to surround a backward. Use `torch.autograd.backward` in it: inside of ``loss.backward`` a function mode is
         not active (see `interception`).
         """
-        return self._modes(draws, "backward")
+        return self._modes(draws, "backward") if self.intercepts else _NOTHING
 
     @property
     def intercepts(self) -> bool:
@@ -152,6 +158,8 @@ class Forward:
 
 def on_device(inputs: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """The inputs on a device. An accelerator copies them from pinned memory, while the host goes on."""
+    if all(tensor.device == device for tensor in inputs.values()):
+        return dict(inputs)
     pinned = device.type not in ("cpu", "mps")  # Apple's devices share the host's memory
     return {
         name: (tensor.pin_memory() if pinned and tensor.device.type == "cpu" else tensor).to(device, non_blocking=True)

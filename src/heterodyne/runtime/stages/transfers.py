@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -36,6 +37,18 @@ class _Message(NamedTuple):
     micro_batch: int
 
 
+class _Route(NamedTuple):
+    """What of a value this rank exchanges with another one in a message.
+
+    ``part``: ``(first, count)`` of the samples that it sends, or of the maker's own that come; ``shape``, ``dtype``: in which they go.
+    """
+
+    value: Value
+    part: tuple[int, int]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True, kw_only=True)
 class Edge:
     """The values that stage ``maker`` makes and stage ``reader``, on another pipeline rank, reads."""
@@ -44,7 +57,7 @@ class Edge:
     reader: int
     values: tuple[Value, ...]
 
-    @property
+    @cached_property
     def differentiable(self) -> tuple[Value, ...]:
         return tuple(value for value in self.values if value.differentiable)
 
@@ -88,6 +101,12 @@ class Transfers:
         self._edges = {(edge.maker, edge.reader): edge for edge in sorted(edges, key=lambda e: (e.maker, e.reader))}
         self._p2p = p2p
         p2p.connect(self._partners())
+        self._made = {stage: [e for e in self._edges.values() if e.maker == stage] for stage in range(len(team.ranks))}
+        self._read = {stage: [e for e in self._edges.values() if e.reader == stage] for stage in range(len(team.ranks))}
+        self._routes = cache(self._routes_of)  # the same in each step
+        self._slice = cache(team.slice_of)
+        self._program: Sequence[Sequence[Action]] = ()
+        self._messages: dict[int, list[_Message]] = {}  # of that program, by sender
         self._sizes: Sequence[int] = ()
         self._expected: dict[int, list[_Message]] = {}
         self._posted: dict[tuple[int, _Message], list[RecvWork]] = {}
@@ -95,15 +114,18 @@ class Transfers:
     def begin(self, program: Sequence[Sequence[Action]], sizes: Sequence[int]) -> None:
         """Start a step (or an evaluation): the actions of every rank, and the size of each micro-batch."""
         self._sizes = sizes
-        others = {rank for ranks in self._team.ranks for rank in ranks} - {self._rank}
-        self._expected = {other: self._from(program[other]) for other in sorted(others)}
+        if program is not self._program:
+            others = {rank for ranks in self._team.ranks for rank in ranks} - {self._rank}
+            self._program = program
+            self._messages = {other: self._from(program[other]) for other in sorted(others)}
+        self._expected = {other: list(messages) for other, messages in self._messages.items()}
         self._posted = {}
         for other in self._expected:
             self._make_room(other)
 
     def sends_back(self, stage: int) -> bool:
         """Whether the stage gives gradients to other places."""
-        return any(edge.differentiable for edge in self._between(reader=stage))
+        return any(edge.differentiable for edge in self._read[stage])
 
     def settle(self) -> None:
         """Wait until what was sent has left."""
@@ -111,34 +133,31 @@ class Transfers:
 
     def send_forward(self, stage: int, index: int, made: Mapping[str, Tensor]) -> None:
         """Send what other places read of a stage's values; ``made``: this rank's samples of them, by name."""
-        for edge in self._between(maker=stage):
-            for other in self._team.ranks[edge.reader]:
-                for value in edge.values:
-                    part = self._part(value, edge.maker, edge.reader, self._rank, other, index)
-                    if part is not None:
-                        self._send(_rows(made[value.name], value, part), value, other)
+        for edge in self._made[stage]:
+            for other, routes in self._routes(
+                "SEND_F", edge.maker, edge.reader, self._sizes[index], sends=True
+            ).items():
+                for value, part, _, dtype in routes:
+                    self._p2p.send(_as(_rows(made[value.name], value, part), dtype), other)
 
     def send_backward(self, stage: int, index: int, gradients: Mapping[str, Tensor]) -> None:
         """Send the gradients of what a stage has received from other places."""
-        for edge in self._between(reader=stage):
-            for other in self._team.ranks[edge.maker]:
-                for value in edge.differentiable:
-                    part = self._part(value, edge.maker, edge.reader, other, self._rank, index)
-                    if part is not None:
-                        first, count = part
-                        own = self._slice(edge.reader, self._rank, index)[0] - self._slice(edge.maker, other, index)[0]
-                        self._send(_rows(gradients[value.name], value, (first - own, count)), value, other)
+        for edge in self._read[stage]:
+            for other, routes in self._routes(
+                "SEND_B", edge.maker, edge.reader, self._sizes[index], sends=True
+            ).items():
+                for value, part, _, dtype in routes:
+                    self._p2p.send(_as(_rows(gradients[value.name], value, part), dtype), other)
 
     def receive_forward(self, stage: int, index: int) -> dict[str, Tensor]:
         """This rank's samples of the values that other places have made for a stage, by name."""
         received: dict[str, Tensor] = {}
-        for edge in self._between(reader=stage):
+        for edge in self._read[stage]:
             parts: dict[str, list[Tensor]] = {value.name: [] for value in edge.values}
-            for other in self._team.ranks[edge.maker]:
-                arrivals = iter(self._open(other, _Message("SEND_F", edge.maker, edge.reader, index)))
-                for value in edge.values:
-                    if self._part(value, edge.maker, edge.reader, other, self._rank, index) is not None:
-                        parts[value.name].append(_as_traced(next(arrivals).wait(), value))
+            message = _Message("SEND_F", edge.maker, edge.reader, index)
+            for other, routes in self._routes(*message[:3], self._sizes[index], sends=False).items():
+                for arrival, (value, *_) in zip(self._open(other, message), routes, strict=True):
+                    parts[value.name].append(_as(arrival.wait(), _dtype_of(value)))
             for value in edge.values:
                 of = parts[value.name]
                 if of:
@@ -148,17 +167,15 @@ class Transfers:
     def receive_backward(self, stage: int, index: int) -> dict[str, Tensor]:
         """The gradients of this rank's samples of a stage's values, summed over the stages of other places that read them."""
         total: dict[str, Tensor] = {}
-        for edge in self._between(maker=stage):
+        for edge in self._made[stage]:
             if not edge.differentiable:
                 continue  # its reader sends nothing back, and has no action for it where it reads nothing else
-            own = self._slice(edge.maker, self._rank, index)[1]
+            own = self._slice(edge.maker, self._rank, self._sizes[index])[1]
             found: dict[str, Tensor] = {}
-            for other in self._team.ranks[edge.reader]:
-                arrivals = iter(self._open(other, _Message("SEND_B", edge.maker, edge.reader, index)))
-                for value in edge.differentiable:
-                    part = self._part(value, edge.maker, edge.reader, self._rank, other, index)
-                    if part is not None:
-                        _put(found, value, _as_traced(next(arrivals).wait(), value), part, own)
+            message = _Message("SEND_B", edge.maker, edge.reader, index)
+            for other, routes in self._routes(*message[:3], self._sizes[index], sends=False).items():
+                for arrival, (value, part, *_) in zip(self._open(other, message), routes, strict=True):
+                    _put(found, value, _as(arrival.wait(), _dtype_of(value)), part, own)
             for name, gradient in found.items():
                 total[name] = gradient if name not in total else total[name] + gradient
         return total
@@ -173,26 +190,38 @@ class Transfers:
                     partners |= other
         return partners - {self._rank}
 
-    def _between(self, *, maker: int | None = None, reader: int | None = None) -> list[Edge]:
-        return [
-            edge
-            for edge in self._edges.values()
-            if (maker is None or edge.maker == maker) and (reader is None or edge.reader == reader)
-        ]
+    def _routes_of(
+        self, kind: Literal["SEND_F", "SEND_B"], maker: int, reader: int, size: int, *, sends: bool
+    ) -> dict[int, tuple[_Route, ...]]:
+        """What goes to, or comes from, each rank at the other end, of a micro-batch of that size, in order."""
+        edge, forward = self._edges[maker, reader], kind == "SEND_F"
+        makes = forward == sends  # this rank holds the stage that makes the values
+        found: dict[int, tuple[_Route, ...]] = {}
+        for other in self._team.ranks[reader if makes else maker]:
+            routes = []
+            for value in edge.values if forward else edge.differentiable:
+                ends = (self._rank, other) if makes else (other, self._rank)
+                part = self._part(value, maker, reader, *ends, size)
+                if part is None:
+                    continue
+                first, count = part
+                if sends and not forward:
+                    first -= self._slice(reader, self._rank, size)[0] - self._slice(maker, other, size)[0]
+                shape = tuple(int(of(count)) for of in value.shape)
+                routes.append(_Route(value, (first, count), shape, self._sent_as(value, other)))
+            found[other] = tuple(routes)
+        return found
 
-    def _slice(self, stage: int, rank: int, index: int) -> tuple[int, int]:
-        return self._team.slice_of(stage, rank, self._sizes[index])
-
-    def _part(self, value: Value, maker: int, reader: int, source: int, to: int, index: int) -> tuple[int, int] | None:
+    def _part(self, value: Value, maker: int, reader: int, source: int, to: int, size: int) -> tuple[int, int] | None:
         """Which of the maker's own samples ``source`` and ``to`` exchange, from its first one on; None if they exchange nothing.
 
         A value that does not follow the batch comes from the first device that has any of the reader's samples.
         """
         if value.batch_dim is None and self._team.stages[reader].sharded:
-            first_maker = next(rank for rank in self._team.ranks[maker] if self._slice(maker, rank, index)[1])
-            works = self._team.works(reader, to, self._sizes[index])
+            first_maker = next(rank for rank in self._team.ranks[maker] if self._slice(maker, rank, size)[1])
+            works = self._team.works(reader, to, size)
             return (0, 1) if source == first_maker and works else None
-        own, wanted = self._slice(maker, source, index), self._slice(reader, to, index)
+        own, wanted = self._slice(maker, source, size), self._slice(reader, to, size)
         first, count = overlap(own, wanted)
         if not count:
             return None
@@ -224,19 +253,8 @@ class Transfers:
             open_ += 1
 
     def _post(self, other: int, message: _Message) -> list[RecvWork]:
-        edge = self._edges[message.maker, message.reader]
-        forward = message.kind == "SEND_F"
-        source, to = (other, self._rank) if forward else (self._rank, other)
-        arrivals = []
-        for value in edge.values if forward else edge.differentiable:
-            part = self._part(value, edge.maker, edge.reader, source, to, message.micro_batch)
-            if part is not None:
-                shape = tuple(int(size(part[1])) for size in value.shape)
-                arrivals.append(self._p2p.receive(shape, self._sent_as(value, other), other))
-        return arrivals
-
-    def _send(self, tensor: Tensor, value: Value, other: int) -> None:
-        self._p2p.send(tensor.to(self._sent_as(value, other)), other)
+        routes = self._routes(*message[:3], self._sizes[message.micro_batch], sends=False)[other]
+        return [self._p2p.receive(route.shape, route.dtype, other) for route in routes]
 
     def _sent_as(self, value: Value, other: int) -> torch.dtype:
         """In which dtype this rank and another exchange a value and its gradient."""
@@ -257,8 +275,8 @@ def _dtype_of(value: Value) -> torch.dtype:
     return found
 
 
-def _as_traced(tensor: Tensor, value: Value) -> Tensor:
-    return tensor.to(_dtype_of(value))
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def _rows(tensor: Tensor, value: Value, part: tuple[int, int]) -> Tensor:
