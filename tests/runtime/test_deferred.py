@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from heterodyne import products
 from heterodyne.runtime.stages.deferred import DeferredWeights
 
 
@@ -23,9 +24,11 @@ class Model(nn.Module):
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.twice(torch.tanh(self.twice(self.norm(self.first(x)))))
-        flat = hidden.reshape(-1, 8)
-        return self.frozen(torch.addmm(self.offset, flat, self.transposed)).square().mean()
+        """As the graph of a stage calls them."""
+        hidden = self.norm(products.linear(x, self.first.weight, self.first.bias))
+        hidden = products.linear(torch.tanh(products.linear(hidden, self.twice.weight)), self.twice.weight)
+        flat = products.addmm(self.offset, hidden.reshape(-1, 8), self.transposed)
+        return products.linear(flat, self.frozen.weight, self.frozen.bias).square().mean()
 
 
 def whole(precision: torch.dtype | None = None) -> tuple[Tensor, dict[str, Tensor]]:

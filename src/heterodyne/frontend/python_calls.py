@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.nn import functional as F
 
+from heterodyne import products
 from heterodyne.frontend.arguments import argument, operator_name
 
 __all__ = ["follow_training", "to_python"]
@@ -24,7 +25,7 @@ Function = Callable[..., Any]
 
 # Their Python functions take the same arguments in the same order.
 _SAME: Final[Mapping[str, Function]] = {
-    "aten::addmm": torch.addmm,
+    "aten::addmm": products.addmm,
     "aten::alpha_dropout": torch.alpha_dropout,
     "aten::baddbmm": torch.baddbmm,
     "aten::bernoulli": torch.bernoulli,
@@ -39,7 +40,7 @@ _SAME: Final[Mapping[str, Function]] = {
     "aten::dropout": F.dropout,
     "aten::exponential_": Tensor.exponential_,
     "aten::feature_dropout": torch.feature_dropout,
-    "aten::linear": F.linear,
+    "aten::linear": products.linear,
     "aten::matmul": torch.matmul,
     "aten::mm": torch.mm,
     "aten::normal": torch.normal,

@@ -1,6 +1,6 @@
 """Split backward: the gradients of a stage's inputs first (I), those of its weights later (W).
 
-`DeferredWeights` is a function mode for the forward. A matrix product with a parameter gets a backward that passes on the gradient of
+`DeferredWeights` is entered around a forward. A matrix product with a parameter gets a backward that passes on the gradient of
 its input at once, and keeps what the weight gradient is computed from, for `run`. Only linear layers are deferred: in a transformer half
 of the backward is their weight gradients. Everything else is done in I, convolutions too.
 
@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
-from heterodyne.runtime.exact.interception import Interception
+from heterodyne.products import give_back, take_place
 from heterodyne.runtime.weights.masters import gradient_dtype
 
 __all__ = ["DeferredWeights", "MainGradBuffer"]
@@ -35,13 +35,19 @@ class MainGradBuffer(Protocol):
         """``parameter.grad`` has had one more gradient added."""
 
 
-class DeferredWeights(Interception):
+class DeferredWeights:
     """The deferred weight gradients of one forward of one stage. ``home`` None: gradients stay where they are computed."""
 
     def __init__(self, home: MainGradBuffer | None = None) -> None:
-        super().__init__({F.linear: self._linear, torch.addmm: self._addmm})
         self._home = home
         self._later: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Self:
+        take_place(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        give_back()
 
     def run(self) -> None:
         """Compute the weight gradients in the order of the backward; what each is computed from is freed with it."""
@@ -50,17 +56,18 @@ class DeferredWeights(Interception):
             while later:
                 later.popleft()()
 
-    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return ``input @ weight.T + bias``."""
         if not _is_trained(weight) or (bias is not None and bias.requires_grad and not bias.is_leaf):
             return F.linear(input, weight, bias)
-        output: Tensor = _Linear.apply(*_cast(input, weight, bias), weight, bias, self, False)  # type: ignore[no-untyped-call]
+        output: Tensor = _Linear.apply(*_cast(input, weight, bias), self, False)  # type: ignore[no-untyped-call]
         return output
 
-    def _addmm(self, bias: Tensor, input: Tensor, weight: Tensor, **scales: Any) -> Tensor:
-        """``input @ weight + bias``, the linear layer of models that keep their weights transposed."""
+    def addmm(self, bias: Tensor, input: Tensor, weight: Tensor, **scales: Any) -> Tensor:
+        """Return ``input @ weight + bias``."""
         if scales or bias.dim() != 1 or not _is_trained(weight) or (bias.requires_grad and not bias.is_leaf):
             return torch.addmm(bias, input, weight, **scales)
-        output: Tensor = _Linear.apply(*_cast(input, weight, bias), weight, bias, self, True)  # type: ignore[no-untyped-call]
+        output: Tensor = _Linear.apply(*_cast(input, weight, bias), self, True)  # type: ignore[no-untyped-call]
         return output
 
     def defer(self, make: Callable[[], None]) -> None:
@@ -98,32 +105,34 @@ def _is_trained(weight: Tensor) -> bool:
     return isinstance(weight, nn.Parameter) and weight.requires_grad and torch.is_grad_enabled()
 
 
-def _cast(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As autocast would: inside of an autograd function it is too late for it."""
+def _cast(
+    input: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The same, and weight and bias as autocast would have them: inside of an autograd function it is too late for it."""
     kind = input.device.type
     if not torch.is_autocast_enabled(kind):
-        return input, weight.detach(), None if bias is None else bias.detach()
+        return input, weight, bias, None, None
     dtype = torch.get_autocast_dtype(kind)
-    return input.to(dtype), weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
+    return input.to(dtype), weight, bias, weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
 
 
 class _Linear(torch.autograd.Function):
-    """y = x w^T + b; with ``transposed`` weights y = x w + b.
-
-    ``weight`` and ``bias`` are passed again as parameters, so that y depends on something that is trained.
+    """y = x w^T + b; with ``transposed`` weights y = x w + b. ``cast``, ``cast_bias``: weight and bias in the dtype of x, if theirs is
+    another.
     """
 
     @staticmethod
     def forward(
         ctx: FunctionCtx,
         x: Tensor,
-        w: Tensor,
-        b: Tensor | None,
         weight: Tensor,
         bias: Tensor | None,
+        cast: Tensor | None,
+        cast_bias: Tensor | None,
         deferred: DeferredWeights,
         transposed: bool,
     ) -> Tensor:
+        w, b = (weight, bias) if cast is None else (cast, cast_bias)
         ctx.save_for_backward(x, w)
         ctx.parameters, ctx.deferred, ctx.transposed = (weight, bias), deferred, transposed  # type: ignore[attr-defined]
         return F.linear(x, w.t() if transposed else w, b)
@@ -142,4 +151,4 @@ class _Linear(torch.autograd.Function):
 
         deferred.defer(make)
         of_input = upstream @ (w.t() if transposed else w) if ctx.needs_input_grad[0] else None
-        return of_input, *([None] * 7)
+        return of_input, *([None] * 6)
