@@ -53,6 +53,8 @@ class Weights:
         self._count = count
         self._sum = torch.tensor([float(global_batch_size)], dtype=torch.float64)
         self._pending = None
+        self._known: dict[int, float] = {}
+        self._of_statistics: dict[tuple[float, ...], float] = {}
         if count.counts_data:
             nothing = torch.zeros(count.size, dtype=torch.float64)
             self._sum = torch.stack([nothing, *self.own]).sum(0) if answers else nothing
@@ -84,7 +86,12 @@ class Weights:
     def of(self, index: int) -> float:
         """The weight of a micro-batch. Raises DataError as `require_some` does."""
         self.require_some()
-        return self._count.weight(self.own[index], self._whole)
+        if index not in self._known:  # micro-batches of equal statistics have equal weights
+            own = tuple(self.own[index].tolist())
+            if own not in self._of_statistics:
+                self._of_statistics[own] = self._count.weight(self.own[index], self._whole)
+            self._known[index] = self._of_statistics[own]
+        return self._known[index]
 
     @cached_property
     def _whole(self) -> Tensor:

@@ -18,7 +18,7 @@ from heterodyne.runtime.stages.hosted import Hosted, HostedStore
 from heterodyne.runtime.stages.kept_outputs import KeptOutputs
 from heterodyne.runtime.stages.recompute import Recomputation
 from heterodyne.runtime.stages.segments import Segment
-from heterodyne.runtime.stages.transfers import Transfers
+from heterodyne.runtime.stages.transfers import Transfers, as_dtype, dtype_of
 
 __all__ = ["Stages"]
 
@@ -134,7 +134,7 @@ class Stages:
                 local.update(self._run(segment, inputs, local, len(samples), alive, to_end=stage in self._in_parts))
         for segment in segments:
             for value in segment.sends:
-                made = alive.made[value.name] = local[value.name].to(getattr(torch, value.dtype))
+                made = alive.made[value.name] = as_dtype(local[value.name], dtype_of(value))
                 if self._last_reader.get(value.name, stage) > stage:
                     values[value.name] = made.detach()  # later stages of this rank begin a graph of their own at it
         for name in [name for name in values if self._last_reader[name] == stage]:

@@ -23,7 +23,7 @@ from heterodyne.plan.slices import overlap
 from heterodyne.plan.traffic import MESSAGES_AHEAD
 from heterodyne.runtime.comm.p2p import P2P, RecvWork
 
-__all__ = ["Edge", "Team", "Transfers"]
+__all__ = ["Edge", "Team", "Transfers", "as_dtype", "dtype_of"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -138,7 +138,7 @@ class Transfers:
                 "SEND_F", edge.maker, edge.reader, self._sizes[index], sends=True
             ).items():
                 for value, part, _, dtype in routes:
-                    self._p2p.send(_as(_rows(made[value.name], value, part), dtype), other)
+                    self._p2p.send(as_dtype(_rows(made[value.name], value, part), dtype), other)
 
     def send_backward(self, stage: int, index: int, gradients: Mapping[str, Tensor]) -> None:
         """Send the gradients of what a stage has received from other places."""
@@ -147,7 +147,7 @@ class Transfers:
                 "SEND_B", edge.maker, edge.reader, self._sizes[index], sends=True
             ).items():
                 for value, part, _, dtype in routes:
-                    self._p2p.send(_as(_rows(gradients[value.name], value, part), dtype), other)
+                    self._p2p.send(as_dtype(_rows(gradients[value.name], value, part), dtype), other)
 
     def receive_forward(self, stage: int, index: int) -> dict[str, Tensor]:
         """This rank's samples of the values that other places have made for a stage, by name."""
@@ -157,7 +157,7 @@ class Transfers:
             message = _Message("SEND_F", edge.maker, edge.reader, index)
             for other, routes in self._routes(*message[:3], self._sizes[index], sends=False).items():
                 for arrival, (value, *_) in zip(self._open(other, message), routes, strict=True):
-                    parts[value.name].append(_as(arrival.wait(), _dtype_of(value)))
+                    parts[value.name].append(as_dtype(arrival.wait(), dtype_of(value)))
             for value in edge.values:
                 of = parts[value.name]
                 if of:
@@ -175,7 +175,7 @@ class Transfers:
             message = _Message("SEND_B", edge.maker, edge.reader, index)
             for other, routes in self._routes(*message[:3], self._sizes[index], sends=False).items():
                 for arrival, (value, part, *_) in zip(self._open(other, message), routes, strict=True):
-                    _put(found, value, _as(arrival.wait(), _dtype_of(value)), part, own)
+                    _put(found, value, as_dtype(arrival.wait(), dtype_of(value)), part, own)
             for name, gradient in found.items():
                 total[name] = gradient if name not in total else total[name] + gradient
         return total
@@ -260,7 +260,7 @@ class Transfers:
         """In which dtype this rank and another exchange a value and its gradient."""
         precision = between(self._precisions[self._rank], self._precisions[other])
         narrow = value.differentiable and value.dtype == "float32" and precision != "fp32"
-        return _DTYPES[precision] if narrow else _dtype_of(value)
+        return _DTYPES[precision] if narrow else dtype_of(value)
 
     def _open(self, other: int, message: _Message) -> list[RecvWork]:
         self._make_room(other, message)
@@ -269,13 +269,13 @@ class Transfers:
         return arrivals
 
 
-def _dtype_of(value: Value) -> torch.dtype:
+def dtype_of(value: Value) -> torch.dtype:
     """That it was traced in."""
     found: torch.dtype = getattr(torch, value.dtype)
     return found
 
 
-def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
@@ -283,8 +283,10 @@ def _rows(tensor: Tensor, value: Value, part: tuple[int, int]) -> Tensor:
     """The rows of some samples."""
     if value.batch_dim is None:
         return tensor
-    first, count = part
-    return tensor.narrow(value.batch_dim, first * value.rows_a_sample, count * value.rows_a_sample)
+    first, count = part[0] * value.rows_a_sample, part[1] * value.rows_a_sample
+    if count == tensor.shape[value.batch_dim]:
+        return tensor
+    return tensor.narrow(value.batch_dim, first, count)
 
 
 def _put(found: dict[str, Tensor], value: Value, gradient: Tensor, part: tuple[int, int], samples: int) -> None:

@@ -323,9 +323,12 @@ class GradientBuckets:
         return on_gradient
 
     def _on_gradient(self, entry: Entry) -> None:
-        parameter = entry.parameter
+        parameter, bucket = entry.parameter, self._buckets[entry.bucket]
         assert parameter.grad is not None
-        self._buckets[entry.bucket].open()
+        in_place = entry.view is None or entry.staged or parameter.grad is entry.view
+        if entry.filled and in_place and bucket.pending is None and entry.name not in self._armed:
+            return  # one more has been added where it belongs
+        bucket.open()
         if parameter.grad.is_sparse:
             raise CaptureError(
                 f"{entry.name!r} has a sparse gradient, and gradients are reduced in flat buckets: make its embedding with sparse=False"
@@ -341,7 +344,7 @@ class GradientBuckets:
         entry.filled = True
         if entry.name in self._armed:
             self._mark_ready(entry)
-        elif self._buckets[entry.bucket].pending is not None:
+        elif bucket.pending is not None:
             raise _too_late(entry.name)
 
     def _mark_ready(self, entry: Entry) -> None:
