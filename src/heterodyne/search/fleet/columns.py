@@ -48,9 +48,10 @@ class Relaxation:
         return self.pipelines_s + self.sync_s
 
 
-def relaxations(pipelines: PipelineTable, fleet: Fleet, limits: Limits, samples: int) -> list[Relaxation]:
+def relaxations(pipelines: PipelineTable, fleet: Fleet, limits: Limits, samples: int, *, few: bool) -> list[Relaxation]:
     """The fastest of pipelines that are cut alike, the fastest of all, and that of all whatever they exchange; none if no mix keeps the
-    limits. Those that are much slower than the fastest are left out.
+    limits. Those that are much slower than the fastest are left out, but not over ``few`` devices: what is exposed of an exchange is
+    estimated, and there it decides.
     """
     alone = pipelines.select((pipelines.devices > 0).sum(axis=1) == 1)
     aligned = [
@@ -60,7 +61,7 @@ def relaxations(pipelines: PipelineTable, fleet: Fleet, limits: Limits, samples:
     every = sorted((own for own in aligned if own is not None), key=lambda own: own.step_s)[:1]
     every += [own for own in (_fastest(pipelines, fleet, limits, samples, q) for q in (_QUANTILES, None)) if own]
     least_s = min((own.step_s for own in every), default=inf)
-    return [own for own in every if own.step_s <= _NEARLY * least_s]
+    return every if few else [own for own in every if own.step_s <= _NEARLY * least_s]
 
 
 def _fastest(

@@ -48,6 +48,7 @@ _PLAYED_STAGES = 500  # at most, for one list of mixes
 _PLAYED = 60  # mixes of whole counts that are played, those with the best bounds first
 _OTHERS = 6  # that are candidate to be told
 _BESIDE = 10  # pipelines for the devices that the best plan leaves over, and for those of each pool
+_MOST_BESIDE = 6  # of them, those that do most, of whatever number of stages
 _SOONER = 1 - 1e-6  # times a relaxation, below which another one is shorter
 _LONG = 1e3  # times a relaxation, within which any plan is done
 
@@ -212,7 +213,8 @@ class Search:
                 break
             free = self.limits
             pipelines = level.within(free)
-            found = relaxations(pipelines, self.fleet, free, samples) if len(pipelines) else []
+            few = self.kinds.few
+            found = relaxations(pipelines, self.fleet, free, samples, few=few) if len(pipelines) else []
             # Levels above 1 exchange all that those below do, and more.
             if not found or (level.zero > 1 and found[-1].pipelines_s >= about_s * _SOONER):
                 continue
@@ -241,9 +243,10 @@ class Search:
         for room in (limits.left(best.plan.mix).room, *np.diag(limits.room)):
             spare = pipelines.within(replace(limits, room=room))
             samples = spare.capacity(best.predicted.step_s - spare.sync_s) * spare.count
-            kept = best_per_devices(samples, spare.stages[:, None], 2)
-            most = kept[np.argsort(-samples[kept], kind="stable")][:_BESIDE].tolist()
-            found.append(spare.cut(most, self._cutter, self.predictor.global_batch))
+            order = np.argsort(-samples, kind="stable")
+            kept = np.isin(order, best_per_devices(samples, spare.stages[:, None], 2))
+            most = dict.fromkeys([*order[kept][:_BESIDE].tolist(), *order[:_MOST_BESIDE].tolist()])
+            found.append(spare.cut(list(most), self._cutter, self.predictor.global_batch))
         return found
 
     def _counted(
