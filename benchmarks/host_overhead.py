@@ -32,7 +32,7 @@ PAIRS = {  # ours, PyTorch's, and how many times as long ours may take
     "ZeRO-3": ("FSDP2", 0.6),
     "split": ("DTensor", 0.5),
 }
-ROUNDS, QUICK_ROUNDS, STEPS = 12, 4, 10
+ROUNDS, QUICK_ROUNDS, STEPS = 12, 3, 40
 
 
 def main() -> int:
