@@ -331,8 +331,9 @@ def test_the_random_numbers_of_the_script_stay_what_they_are() -> None:
         assert torch.equal(torch.random.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("given", [False, True])
 def test_a_loop_whose_memory_ends_goes_on_from_what_was_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: bool
 ) -> None:
     def sgd(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
@@ -358,7 +359,8 @@ def test_a_loop_whose_memory_ends_goes_on_from_what_was_in_memory(
     with pytest.raises(OutOfMemoryError):
         losses(range(6))
     monkeypatch.undo()
-    assert losses(range(3, 6), resume=True) == wanted[3:]
+    again = {"plan": tmp_path / "run" / "plan.json"} if given else {}
+    assert losses(range(3, 6), resume=True, **again) == wanted[3:]
 
 
 def test_a_loop_is_told_that_it_shall_stop_and_can_save_what_it_has(tmp_path: Path) -> None:

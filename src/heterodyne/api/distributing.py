@@ -146,7 +146,8 @@ def distribute(
         shortages: tuple[Shortage, ...] = ()
         if run is not None:
             stack.enter_context(noted_shortage(here, run))
-            shortages = () if given is not None else lacked_so_far(here, run)  # a plan that is given is obeyed
+            lacked = lacked_so_far(here, run)
+            shortages = () if given is not None else lacked  # a plan that is given is obeyed
             here = replace(here, cluster=as_learned(here.cluster, shortages))
         here.together(lambda: require_optimizer_library(section))
         precisions = resolved(here, precision)
