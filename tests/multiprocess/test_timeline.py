@@ -102,11 +102,11 @@ def slowed(world: World, graph: ModelGraph, at: int) -> list[str | None]:
     worker = worker_of(world, case, SHARES, recorder=Recorder(rank=world.rank, device=torch.device("cpu")))
     run = worker._executor._do
 
-    def do(action: Action, step: Step) -> None:
+    def do(action: Action, name: str, step: Step) -> None:
         if action.kind == "F" and world.rank == 1 and step.number >= at:
             with worker.recorder.during(action):
                 time.sleep(0.2)
-        run(action, step)
+        run(action, name, step)
 
     worker._executor._do = do  # type: ignore[method-assign]
     return [worker.step(case.batch).slower for _ in range(at + 10)]
