@@ -9,9 +9,6 @@ that time is shorter than what it computes.
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from results import Results, arguments, spread
+from two_workers import two_workers
 
 if TYPE_CHECKING:
     import torch
@@ -53,26 +51,7 @@ def main() -> int:
 
 def run(rounds: int, folder: str) -> dict[str, dict[str, list[float]]]:
     """CPU seconds of a step, by clock and way; the sum of both workers, one a round."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {
-        **os.environ,
-        "XDG_CACHE_HOME": folder,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-    }
-    command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(rounds), folder]
-    workers = [
-        subprocess.Popen(command, env={**common, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.DEVNULL)
-        for rank in ("0", "1")
-    ]
-    statuses = [each.wait() for each in workers]
-    if any(statuses):
-        raise SystemExit("a worker failed: its error stands above")
+    two_workers(str(Path(__file__).resolve()), "--worker", str(rounds), folder, folder=folder)
     of_ranks = [json.loads((Path(folder) / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     return {
         clock: {way: [sum(both) for both in zip(*(of[clock][way] for of in of_ranks), strict=True)] for way in ways}

@@ -7,15 +7,13 @@ counts pages of libraries in each process that has them, USS what would be free 
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from results import ROOT, Results, arguments, spread
+from two_workers import two_workers
 
 WAYS = ("ddp", "ours")
 ROLES = ("a worker", "the worker that plans")  # of ranks 1 and 0
@@ -70,29 +68,7 @@ def _ours(model: object, tokens: object) -> tuple[Callable[[], object], Callable
 
 def run(way: str, folder: str) -> list[Mapping[str, int]]:
     """What each of two workers occupies, in order of rank. ``folder``: for what they keep."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {
-        **os.environ,
-        "XDG_CACHE_HOME": folder,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), way],
-            env={**common, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    said = [each.communicate()[0] for each in workers]
-    if any(each.returncode for each in workers):
-        raise SystemExit(f"a worker of {way} failed: run 'torchrun --nproc-per-node 2 {__file__} {way}' to see why")
+    said = two_workers(str(Path(__file__).resolve()), way, folder=folder)
     return [json.loads(text.splitlines()[-1]) for text in said]
 
 

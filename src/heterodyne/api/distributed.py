@@ -187,6 +187,8 @@ class Distributed:
         this is true after it, on every rank after the same step, so that the script can save a checkpoint and leave its loop. A second
         signal ends the process at once.
         """
+        if self._closed:
+            return self._stops
         with self._calls.named("should_stop"):
             if self._stop is None:
                 words = "the step, and what the script does when it reads should_stop,"

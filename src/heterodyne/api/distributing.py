@@ -140,7 +140,7 @@ def distribute(
     # So is what its hooks write, which copies of the model call too.
     with ExitStack() as stack, torch.random.fork_rng(devices=[]), unchanged_around(inside):
         here = stack.enter_context(open_session(deterministic=deterministic, tf32=tf32)) if session is None else session
-        called = stack.enter_context(ExitStack())
+        called = stack.enter_context(ExitStack())  # until the trainer is made, or an error leaves this function
         called.enter_context(here.calling("distribute()"))
         run = None if run_dir is None else open_run(here, Path(run_dir), resume=resume)
         shortages: tuple[Shortage, ...] = ()

@@ -102,7 +102,7 @@ class Session:
 
     @contextmanager
     def calling(self, words: str) -> Iterator[None]:
-        """Around a call that every rank makes, in the same order; one that a rank does not make, or in which it alone fails, is told."""
+        """Mark a call that every rank makes, in the same order, so that the watchdog names a rank that makes another one or fails alone."""
         if self.watchdog is None:
             yield
             return

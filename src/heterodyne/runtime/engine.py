@@ -41,7 +41,7 @@ from heterodyne.text_files import write_text
 __all__ = ["DATA", "EXTRA", "Engine", "Outcome"]
 
 DATA, EXTRA = "data", "extra"
-"""What stands in a checkpoint beside the state of the worker: where the data is, and what a script keeps."""
+"""Entries of a checkpoint that are not the worker's: the position in the data of a job, and ``extra`` of a loop."""
 
 Batch = Mapping[str, Tensor] | BatchSource
 
@@ -190,8 +190,8 @@ class Engine:
             self._records.validation(loss, done=self.done)
 
     def save(self, checkpoints: Checkpoints, beside: Mapping[str, Any]) -> Path:
-        """Write a checkpoint, with what stands ``beside`` the state of the worker (`DATA`, `EXTRA`). Older ones stay until a step has shown
-        that this one is good.
+        """Write a checkpoint of the worker's state and of the entries ``beside`` it (`DATA`, `EXTRA`). Older ones stay until a step has had
+        a finite loss with these weights.
 
         Raises CheckpointError if a rank cannot write, NumericsError if the last step was skipped or the state is not finite.
         """
@@ -209,7 +209,7 @@ class Engine:
         return path
 
     def restore(self, checkpoints: Checkpoints, found: Checkpoint, *, same_plan: bool) -> dict[str, Any]:
-        """Go on from a checkpoint; what stands in it beside the state of the worker. ``same_plan``: steps should take as long as before.
+        """Load a checkpoint and return its entries beside the worker's state. ``same_plan``: steps should take as long as before.
 
         Raises CheckpointError if it is of another run, or holds what no run writes.
         """

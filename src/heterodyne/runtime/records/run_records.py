@@ -27,7 +27,7 @@ class RunRecords:
         reporter: shown each step and validation.
         samples, length: of a step; the tokens of a sample, None: it has none.
         ideal_samples_per_s: what the devices reach together when each computes for itself; None: efficiency is not known.
-        trackers, config: which get the numbers too, and what they are told of the run.
+        trackers, config: trackers that get the same numbers, and the configuration of the run that they record.
         every, last: one step in so many is written, and the one of that number; None: nobody knows it.
         say: takes warnings.
     """
