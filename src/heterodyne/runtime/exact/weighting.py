@@ -53,7 +53,6 @@ class Weights:
         self._count = count
         self._sum = torch.tensor([float(global_batch_size)], dtype=torch.float64)
         self._pending = None
-        self._known: dict[int, float] = {}
         self._of_statistics: dict[tuple[float, ...], float] = {}
         if count.counts_data:
             nothing = torch.zeros(count.size, dtype=torch.float64)
@@ -86,12 +85,10 @@ class Weights:
     def of(self, index: int) -> float:
         """The weight of a micro-batch. Raises DataError as `require_some` does."""
         self.require_some()
-        if index not in self._known:  # micro-batches of equal statistics have equal weights
-            own = tuple(self.own[index].tolist())
-            if own not in self._of_statistics:
-                self._of_statistics[own] = self._count.weight(self.own[index], self._whole)
-            self._known[index] = self._of_statistics[own]
-        return self._known[index]
+        own = tuple(self.own[index].tolist())
+        if own not in self._of_statistics:  # micro-batches of equal statistics have equal weights
+            self._of_statistics[own] = self._count.weight(self.own[index], self._whole)
+        return self._of_statistics[own]
 
     @cached_property
     def _whole(self) -> Tensor:
