@@ -16,9 +16,10 @@ from multiprocess.test_training_pipelines import SAMPLES, Spread, chain, in_part
 
 
 def counted(world: World, graph: ModelGraph, spread: Spread) -> Counts:
-    """Of one step, after those in which things are made and values are looked at; of the host nothing is counted."""
+    """Of one step that is recorded, after those in which things are made and values are looked at; of the host nothing is counted."""
     case = build(graph, SAMPLES)
     worker = worker_under(world, case, spread)
+    worker.recorder.on = True
     while is_looked_at(worker.steps_done):
         worker.step(case.batch)
     device = None if world.device == CPU else accelerator(world.device)

@@ -52,8 +52,8 @@ def run(
             group.all_reduce(rank, rows)
             return SimpleNamespace(wait=lambda: None)
 
-        computed_s = [0.0]
-        recorder: Any = SimpleNamespace(on=True, computed_s=lambda _: computed_s[0])
+        computed_s: list[float] = []
+        recorder: Any = SimpleNamespace(on=True, computed_s=lambda _, *, before: computed_s[-1 - before])
         communicator: Any = SimpleNamespace(rank=rank, world_size=RANKS, control=SimpleNamespace(all_reduce=all_reduce))
         own = Slowdowns(communicator, recorder, [f"host-{r}/cpu:0" for r in range(RANKS)])
         told = {}
@@ -63,7 +63,7 @@ def run(
             all_reduce(look)
             read = elements(step)
             passes = [seconds(r, step, e) for r, e in enumerate(read)]
-            computed_s[0] = passes[rank]
+            computed_s.append(passes[rank])
             step_s = max(passes) + sum(message_s(r, step) for r in range(RANKS))  # all wait for the slowest
             found = own.note(step, step_s, read[rank], look=bool(look > 0))
             if found is not None:

@@ -80,6 +80,7 @@ class Slowdowns:
         self._pace_s: float | None = None
         self._links_s: Sequence[float] = ()
         self._looked = 0
+        self._before: tuple[float, int] | None = None  # seconds and elements of the step before the latest
 
     def usual(self) -> Mapping[str, Any]:
         """Return what steps of this rank take, as JSON has it, for `expect`; nothing is known in the first ones."""
@@ -108,16 +109,21 @@ class Slowdowns:
         return min(self._paces) > OFF * self._pace_s or max(self._paces) * OFF < self._pace_s
 
     def note(self, step: int, seconds: float, elements: int, *, look: bool) -> str | None:
-        """A step is over. Collective where ``look``, which any rank has suspected before this step, as all ranks know.
+        """A step is over: look at the one before it, whose passes a device has ended by now. Collective where ``look``, which any rank has
+        suspected before this step, as all ranks know.
 
         ``elements``: that this rank has read.
 
         Returns what is slower now, the same on every rank, "" if nothing is any more; None where that is as it was known before.
         """
+        before, self._before = self._before, (seconds, elements)
+        if before is None:
+            return None
+        seconds, elements = before
         self._steps += 1
         if not self._recorder.on or self._communicator.world_size < 2 or self._steps <= WARMING:
             return None
-        passes_s = self._recorder.computed_s(_PASSES)
+        passes_s = self._recorder.computed_s(_PASSES, before=1)
         if len(self._latest) == self._latest.maxlen and len(self._first) < FIRST and not self._known and not look:
             self._first.append(self._latest[0])
         self._latest.append((elements, passes_s))
@@ -127,7 +133,7 @@ class Slowdowns:
             self._pace_s, self._looked = median(self._paces), self._steps
         elif look and self._pace_s is not None:
             self._pace_s, self._looked = median(self._paces), self._steps
-            return self._compare(step)
+            return self._compare(step - 1)
         return None
 
     def _compare(self, step: int) -> str | None:

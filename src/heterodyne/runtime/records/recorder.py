@@ -1,7 +1,7 @@
 """What each worker did and when, as one measured Timeline.
 
 A rank notes moments: on the host the time, on a device an event in its stream, so that nothing waits while it is measured;
-at the end of a step the moments become seconds. `timeline` gathers the latest steps of all ranks. A collective starts when the
+they become seconds when they are asked for. `timeline` gathers the latest steps of all ranks. A collective starts when the
 last of its ranks comes to it, as in the simulator. Clocks are those of the hosts; where one differs from rank 0's by more
 than the exchange of a message can explain, the difference is taken out.
 """
@@ -37,12 +37,11 @@ class _Mark:
 
 
 class _Step(NamedTuple):
-    """The marks of a step, and its first event on the device, which was recorded at ``origin_s`` of the host's clock."""
+    """The marks of a step, and its first event on the device."""
 
     number: int
     marks: list[_Mark]
     origin: torch.Event | None
-    origin_s: float
 
 
 class _During:
@@ -72,7 +71,7 @@ class Recorder:
         on: whether steps are recorded; may be changed between steps.
         keep_steps: older steps are forgotten.
 
-    On an accelerator a recorded step ends with a synchronisation of the device; one that is not recorded does not.
+    No step waits for an accelerator; `events` does.
     """
 
     def __init__(self, *, rank: int, device: torch.device, on: bool = True, keep_steps: int = 8) -> None:
@@ -82,7 +81,6 @@ class Recorder:
         self._steps: deque[_Step] = deque(maxlen=keep_steps)
         self._marks: list[_Mark] = []
         self._origin: torch.Event | None = None
-        self._origin_s = 0.0
         # Clocks of processes on one host agree, and none of them jumps: the wall clock once, then the monotonic one.
         self._wall_s = time.time() - time.perf_counter()
 
@@ -90,15 +88,15 @@ class Recorder:
         """Start a step."""
         self._marks = []
         if self.on and self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-            self._origin = torch.Event(self._device, enable_timing=True)
-            self._origin.record()
-            self._origin_s = time.perf_counter()
+            self._origin = self._event_now()
 
     def now(self) -> Moment:
         """This moment in the order of the device's work."""
         if not self.on or self._device.type == "cpu":
             return time.perf_counter()
+        return self._event_now()
+
+    def _event_now(self) -> torch.Event:
         event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event
@@ -120,22 +118,31 @@ class Recorder:
         """End a step, whose collectives are over."""
         if not self.on:
             return
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
         marks = [replace(m, end=m.end.ended) if isinstance(m.end, Work) else m for m in self._marks]
-        self._steps.append(_Step(step, marks, self._origin, self._origin_s))
+        self._steps.append(_Step(step, marks, self._origin))
 
-    def computed_s(self, kinds: Container[str]) -> float:
-        """Seconds that actions of these kinds have computed in the latest step."""
-        if not self._steps:
+    def computed_s(self, kinds: Container[str], *, before: int = 0) -> float:
+        """Return the seconds that actions of these kinds have computed in the latest step, or so many ``before`` it; the host waits for
+        the last of them, which it need not for a step that others have followed."""
+        if len(self._steps) <= before:
             return 0.0
-        of = self._steps[-1]
-        marks = [m for m in of.marks if m.lane == "compute" and m.action.kind in kinds]
-        return sum(max(0.0, self._end(m, of) - self._seconds(m.start, of)) for m in marks)
+        marks = [m for m in self._steps[-1 - before].marks if m.lane == "compute" and m.action.kind in kinds]
+        if marks and isinstance(end := marks[-1].end, torch.Event) and not end.query():
+            end.synchronize()
+        return sum(max(0.0, _between_s(m.start, m.end)) for m in marks)
 
     def events(self) -> tuple[Event, ...]:
-        """Of the latest steps, in seconds since the epoch of this host's clock."""
-        return tuple(self._event(mark, step) for step in self._steps for mark in step.marks)
+        """Of the latest steps, in seconds since the epoch of this host's clock. The host waits for its device."""
+        last = None
+        if any(step.origin is not None for step in self._steps):
+            last = self._event_now()
+            torch.accelerator.synchronize(self._device)
+        now_s = time.perf_counter()
+        found = []
+        for step in self._steps:
+            begun_s = now_s if step.origin is None else now_s - _between_s(step.origin, last)
+            found += [self._event(mark, step, begun_s) for mark in step.marks]
+        return tuple(found)
 
     def timeline(self, communicator: Communicator, devices: Sequence[str]) -> Timeline | None:
         """The latest steps of all ranks, on rank 0; None on the others. Collective. ``devices``: the device id of each rank."""
@@ -152,8 +159,16 @@ class Recorder:
         shifted = (replace(e, start_s=e.start_s - origin, end_s=e.end_s - origin) for e in joined(events))
         return Timeline.of("measured", devices, shifted)
 
-    def _event(self, mark: _Mark, of: _Step) -> Event:
-        start = self._seconds(mark.start, of)
+    def _event(self, mark: _Mark, of: _Step, begun_s: float) -> Event:
+        """``begun_s``: when the first event of the step came, by the host's clock."""
+
+        def seconds(moment: Moment) -> float:
+            if isinstance(moment, torch.Event):
+                moment = begun_s + _between_s(of.origin, moment)
+            return self._wall_s + moment
+
+        start = seconds(mark.start)
+        assert not isinstance(mark.end, Work)
         return Event(
             rank=self._rank,
             lane=mark.lane,
@@ -161,19 +176,18 @@ class Recorder:
             name=str(mark.action),
             step=of.number,
             start_s=start,
-            end_s=max(start, self._end(mark, of)),
+            end_s=start if mark.end is None else max(start, seconds(mark.end)),
         )
 
-    def _end(self, mark: _Mark, of: _Step) -> float:
-        """Where it is not known, that of its start."""
-        assert not isinstance(mark.end, Work)
-        return self._seconds(mark.start if mark.end is None else mark.end, of)
 
-    def _seconds(self, moment: Moment, of: _Step) -> float:
-        if isinstance(moment, torch.Event):
-            assert of.origin is not None
-            return self._wall_s + of.origin_s + of.origin.elapsed_time(moment) / 1e3
-        return self._wall_s + moment
+def _between_s(start: Moment | None, end: Moment | Work | None) -> float:
+    """Return the seconds between two moments of one clock."""
+    if isinstance(start, torch.Event):
+        assert isinstance(end, torch.Event)
+        return start.elapsed_time(end) / 1e3
+    assert isinstance(start, float)
+    assert isinstance(end, float)
+    return end - start
 
 
 def joined(events: Iterable[Event]) -> tuple[Event, ...]:
