@@ -142,6 +142,11 @@ def test_a_gradient_that_comes_after_its_bucket_left_is_an_error() -> None:
         model(torch.randn(4, 2)).backward()
 
 
+def after_backward(loss: Tensor, gradients: GradientBuckets) -> None:
+    loss.backward()
+    gradients.wait()
+
+
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_parameter_that_is_used_in_some_steps_only_is_an_error_where_all_go_the_same_way(alone: bool) -> None:
     """Its gradient would be thrown away, as that of one which the loss never reaches."""
@@ -151,7 +156,7 @@ def test_a_parameter_that_is_used_in_some_steps_only_is_an_error_where_all_go_th
     gradients.begin()
     gradients.begin_last_backward(0)
     with pytest.raises(CaptureError, match="'unused' got a gradient, which it had not in the first step"):
-        (model(torch.randn(4, 2)) + model.unused.sum()).backward()
+        after_backward(model(torch.randn(4, 2)) + model.unused.sum(), gradients)
 
 
 @pytest.mark.parametrize("register", [Tensor.register_hook, Tensor.register_post_accumulate_grad_hook])
@@ -174,7 +179,7 @@ def test_sparse_gradients_are_refused_on_every_number_of_ranks(alone: bool) -> N
     gradients = gradients_of(model, [("0.weight",)], None if alone else Doubling([]))
     gradients.begin()
     with pytest.raises(CaptureError, match=r"'0\.weight' has a sparse gradient"):
-        model(torch.tensor([1, 2])).sum().backward()
+        after_backward(model(torch.tensor([1, 2])).sum(), gradients)
 
 
 def test_closing_takes_the_hooks_away() -> None:

@@ -79,6 +79,10 @@ class GradientBuckets:
         self._entries_of: dict[int, list[Entry]] = {}
         for entry in self._entries:
             self._entries_of.setdefault(id(entry.parameter), []).append(entry)
+        shared = {
+            entry.name for bucket in self._buckets if bucket.process_group is not None for entry in bucket.entries
+        }
+        self._alone = [entry for entry in self._entries if entry.name not in shared]  # nobody waits for these gradients
         self._unused: frozenset[str] | None = None
         self._beyond: list[
             Entry
@@ -89,7 +93,10 @@ class GradientBuckets:
         self._armed: frozenset[str] = frozenset()
         self._in_step = False
         self._next = 0
-        self._hooks = [_on_gradient(of[0].parameter, self._hook(of)) for of in self._entries_of.values()]
+        self._hooks = [
+            _on_gradient(of[0].parameter, self._hook(of) if of[0].name in shared else _kept)
+            for of in self._entries_of.values()
+        ]
 
     def expect(self, reached: Collection[str], completed: Mapping[int, frozenset[str]]) -> None:
         """Expect the gradients of another graph from now on, and find out anew which parameters get none. On all ranks together.
@@ -117,6 +124,8 @@ class GradientBuckets:
             bucket.require_in_place()
             bucket.missing = sum(entry.name not in untouched for entry in bucket.entries)
             bucket.pending, bucket.given_back = None, False
+        for entry in self._alone:
+            self._buckets[entry.bucket].missing -= entry.name not in untouched
         self._armed = frozenset()
         self._next = 0
         self._in_step = True
@@ -139,7 +148,8 @@ class GradientBuckets:
     def added(self, parameter: Tensor) -> None:
         """To be called where something else than a backward has added to ``parameter.grad``."""
         for entry in self._entries_of[id(parameter)]:
-            self._on_gradient(entry)
+            if entry not in self._alone:
+                self._on_gradient(entry)
 
     def launch(self, number: int) -> None:
         """See to it that buckets up to ``number`` are launched; what is still missing in them is zero."""
@@ -149,6 +159,7 @@ class GradientBuckets:
     @property
     def differs(self) -> bool:
         """Whether this rank has gradients of other parameters than when the unused ones were last looked for."""
+        self._look_at_alone()
         return not self.same_way and self._filled != [entry.filled for entry in self._entries]
 
     def wait(self, *, differs: bool = False) -> None:
@@ -156,6 +167,7 @@ class GradientBuckets:
 
         ``differs``: it does so on any rank, and all ranks are here for the first time in this step.
         """
+        self._look_at_alone()
         for bucket in self._buckets:
             self._finish(bucket)
         self._reducing.clear()
@@ -170,6 +182,13 @@ class GradientBuckets:
                 entry.parameter.grad = None
                 if self._weights is not None:
                     self._weights.own_gradients.pop(entry.name, None)
+
+    def _look_at_alone(self) -> None:
+        """Note which gradients there are that no hook tells of. Raises CaptureError."""
+        for entry in self._alone if self._in_step else ():
+            if not entry.filled and (gradient := entry.parameter.grad) is not None:
+                self._require_expected(entry, gradient)
+                entry.filled = True
 
     def _any_of(self, entry: Entry) -> bool:
         """Whether a gradient that is reduced is anything but zero, as far as this rank has it."""
@@ -329,23 +348,26 @@ class GradientBuckets:
         if entry.filled and in_place and bucket.pending is None and entry.name not in self._armed:
             return  # one more has been added where it belongs
         bucket.open()
-        if parameter.grad.is_sparse:
-            raise CaptureError(
-                f"{entry.name!r} has a sparse gradient, and gradients are reduced in flat buckets: make its embedding with sparse=False"
-            )
+        self._require_expected(entry, parameter.grad)
         if entry.view is not None and not entry.staged and parameter.grad is not entry.view:
             entry.view.copy_(parameter.grad)
             parameter.grad = entry.view
-        if self.same_way and self._unused and entry.name in self._unused:
-            raise CaptureError(
-                f"{entry.name!r} got a gradient, which it had not in the first step: the model goes another way from step to step, "
-                "by chance, by a counter or by a choice in Python. Let it do the same in each step"
-            )
         entry.filled = True
         if entry.name in self._armed:
             self._mark_ready(entry)
         elif bucket.pending is not None:
             raise _too_late(entry.name)
+
+    def _require_expected(self, entry: Entry, gradient: Tensor) -> None:
+        if gradient.is_sparse:
+            raise CaptureError(
+                f"{entry.name!r} has a sparse gradient, and gradients are reduced in flat buckets: make its embedding with sparse=False"
+            )
+        if self.same_way and self._unused and entry.name in self._unused:
+            raise CaptureError(
+                f"{entry.name!r} got a gradient, which it had not in the first step: the model goes another way from step to step, "
+                "by chance, by a counter or by a choice in Python. Let it do the same in each step"
+            )
 
     def _mark_ready(self, entry: Entry) -> None:
         bucket = self._buckets[entry.bucket]
@@ -389,6 +411,10 @@ def _too_late(name: str) -> CaptureError:
         f"the gradient of {name!r} came after its bucket was reduced. Does the model use it in a part that "
         "depends on the data, or in two parts with reentrant checkpointing? Use torch.utils.checkpoint with use_reentrant=False"
     )
+
+
+def _kept(_: Tensor) -> None:
+    """The hook of a parameter of which this rank has the whole gradient: it says that a trainer has the parameter."""
 
 
 def _on_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
