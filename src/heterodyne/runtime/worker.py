@@ -259,8 +259,8 @@ class Worker:
         read = self._executor.elements
         graph = now.variant.capture.graph
         require_trained(graph)
-        with self._variants.writes.excepted():
-            self._model.moves.begin()
+        if self._model.moves.begin():
+            self._variants.writes.found_before()
         work = self._work(batch, number, now)
         self._before = before = {name: buffer.clone() for name, buffer in self._model.statistics(graph).items()}
         with self._told_of_memory(number), told_with_place(self.module, f"step {number + 1}"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from types import FunctionType
@@ -71,13 +71,20 @@ class ScriptWrites:
     @contextmanager
     def excepted(self) -> Iterator[None]:
         """What writes to weights and state inside is the runtime: it brings ranks that do not train up to date."""
-        pending, same = dict.fromkeys(self._names()), self._versions == _versions(self._optimizer)
+        written, same = self._names(), self._versions == _versions(self._optimizer)
         try:
             yield
         finally:
-            self._left.leave()
-            self._pending = pending
-            self._versions = _versions(self._optimizer) if same else [(0, -1)]
+            self._except(written, same=same)
+
+    def found_before(self) -> None:
+        """What has written to weights and state since the last `find` is the runtime."""
+        self._except(self._written, same=not self.state)
+
+    def _except(self, written: Iterable[str], *, same: bool) -> None:
+        self._left.leave()
+        self._pending = dict.fromkeys(written)
+        self._versions = _versions(self._optimizer) if same else [(0, -1)]
 
     def find(self, step: int) -> bool:
         """Find what was written before this step. Return whether values are to be compared with other ranks: as soon as other weights are
@@ -119,7 +126,8 @@ class ScriptWrites:
     def _written_state(self) -> list[Tensor]:
         """Return the tensors of the state that are others, or were written to, since the last step."""
         left = dict(self._versions)
-        return [tensor for tensor in _state_of(self._optimizer) if left.get(id(tensor)) != _version_of(tensor)]
+        state = zip(_state_of(self._optimizer), _versions(self._optimizer), strict=True)
+        return [tensor for tensor, (number, version) in state if left.get(number) != version]
 
     def _names(self) -> list[str]:
         return sorted({*self._pending, *self._left.changed()})
@@ -145,11 +153,7 @@ def _options(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 
 def _versions(optimizer: torch.optim.Optimizer) -> list[tuple[int, int]]:
     """Return which tensors are its state, and how often each was written to; on a device the latest step may still be writing."""
-    return [(id(tensor), _version_of(tensor)) for tensor in _state_of(optimizer)]
-
-
-def _version_of(tensor: Tensor) -> int:
-    return tensor._version if tensor.device.type == "cpu" else 0
+    return [(id(tensor), tensor._version if tensor.is_cpu else 0) for tensor in _state_of(optimizer)]
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

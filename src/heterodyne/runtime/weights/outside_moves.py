@@ -79,14 +79,19 @@ class OutsideMoves:
         if self._read is not None:
             self._read.leave()
 
-    def begin(self) -> None:
-        """A step begins: the model gets what was moved of copies, as far as writes are counted; values are compared meanwhile."""
+    def begin(self) -> bool:
+        """A step begins: the model gets what was moved of copies, as far as writes are counted; values are compared meanwhile.
+
+        Return whether weights may have been written to.
+        """
         if self.marked:
             self.bring_together()
         elif self._left.is_counted():
             self._give()
         else:
             self._other_values = self._left.has_other_values()
+            return False
+        return True
 
     def told(self) -> bool:
         """Whether all ranks have to ask each other (`settle`) before the step that has begun updates anything."""
