@@ -72,6 +72,7 @@ BENCHMARKS = (
     "trackers",
     "host_overhead",
     "accelerator_path",
+    "gpu/run",
     "worker_memory",
     "memory_truth",
     "memory_limits",
@@ -95,13 +96,15 @@ BENCHMARKS = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="each in its quick form; RESULTS.md is not touched")
+    parser.add_argument("--page", action="store_true", help="run nothing; RESULTS.md of what is kept in results/")
     parser.add_argument("names", nargs="*", help=f"which ones; default all: {', '.join(BENCHMARKS)}")
     options = parser.parse_args()
     kept = HERE / "results"
     kept.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        for name in options.names or BENCHMARKS:
+        for name in () if options.page else options.names or BENCHMARKS:
             out = Path(folder) / f"{name}.json" if options.quick else kept / f"{name}.json"
+            out.parent.mkdir(exist_ok=True)
             quick = ["--quick"] if options.quick else []
             print(f"== {name}", flush=True)
             subprocess.run([sys.executable, str(HERE / f"{name}.py"), "--json", str(out), *quick], check=False)
@@ -110,7 +113,8 @@ def main() -> int:
         (HERE / "RESULTS.md").write_text(page(found), encoding="utf-8")
         readme = ROOT / "README.md"
         readme.write_text(with_table(readme.read_text(encoding="utf-8"), found), encoding="utf-8")
-        pictures(found)
+        if not options.page:
+            pictures(found)
     return 0
 
 

@@ -6,7 +6,6 @@ import hashlib
 import socket
 import sys
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -25,7 +24,7 @@ __all__ = ["require_same_code", "require_same_software", "require_together"]
 def require_same_software(communicator: Communicator) -> None:
     """Raise WorkerError, on every rank, if ranks run other versions of torch or another state of this package. Collective."""
     require_same_code(communicator, f"torch {torch.__version__}", "torch")
-    require_same_code(communicator, digest_of_package(), f"heterodyne {metadata.version('heterodyne')} (its files)")
+    require_same_code(communicator, digest_of_package(), f"heterodyne {heterodyne.__version__} (its files)")
 
 
 @cache
