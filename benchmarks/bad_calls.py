@@ -117,7 +117,8 @@ class _Model(nn.Module):
 
 
 def _quick(**arguments: Any) -> hd.Distributed:
-    return hd.distribute(**{"measure_s": 0.5, "rehearsal_s": 0.0, "check_s": 0.0, **arguments})
+    brief = hd.PlanOptions(measure_s=0.5, rehearsal_s=0.0, check_s=0.0)
+    return hd.distribute(**{"plan": brief, **arguments})
 
 
 def _trainer() -> hd.Distributed:
@@ -141,25 +142,43 @@ def _before(folder: Path) -> Iterator[Call]:
         run=_distributed,
         good={"model": _Model(), "example_batch": _batch()},
         takes={
-            "model": (nn.Module,), "example_batch": (torch.Tensor,), "loss": (nothing, FUNCTION, nn.Module), "loss_inputs": (tuple, list),
+            "model": (nn.Module,), "example_batch": (torch.Tensor,), "loss": (nothing, FUNCTION, nn.Module),
             "shared": (tuple, list), "optimizer": (nothing, FUNCTION, type, torch.optim.Optimizer), "plan": FILE,
-            "global_batch_size": (nothing, int), "micro_batch_sizes": (str, list), "precision": (), "clip_grad_norm": NUMBER,
-            "total_steps": (nothing, int), "seed": (int,), "session": (nothing,), "profile": (nothing,), "measure_s": NUMBER,
-            "rehearsal_s": NUMBER, "loss_count": (nothing, FUNCTION, nn.Module), "run_dir": (nothing, *PATH), "resume": (bool,),
-            "trackers": NAMES, "callbacks": NAMES, "weights_at_end": (), "check_s": NUMBER, "compile": (bool,), "deterministic": (bool,),
-            "tf32": (bool,),
+            "global_batch_size": (nothing, int), "precision": (), "clip_grad_norm": NUMBER, "total_steps": (nothing, int), "seed": (int,),
+            "session": (nothing,), "compile": (bool,), "run": (nothing, *PATH),
         },
         wrong=(
             *(("optimizer", value) for value in (lambda _: 3, int)),
-            *((name, float("nan")) for name in ("clip_grad_norm", "measure_s", "rehearsal_s", "check_s")),
+            ("clip_grad_norm", float("nan")),
             *((name, value) for name in ("global_batch_size", "total_steps") for value in (0, -1, HUGE)),
-            *(("callbacks", value) for value in ([3], [hd.Callback], [None], ["x"], [lambda: 0])),
-            *(("loss_inputs", value) for value in (("y",), [3], "input")), *(("shared", value) for value in (("y",), [3])),
-            *(("plan", value) for value in ("", "nowhere", "\0", Path("/nowhere/file"))), ("run_dir", ""), ("run_dir", "\0"),
-            *(("trackers", value) for value in ([3], ["x"], [{"wandb": {"x": 1}}], [None])),
-            *(("micro_batch_sizes", value) for value in ((), (0,), [1.5], (True,), "1", (HUGE,), list(range(1, 100)))),
-            ("seed", HUGE), ("loss_count", int), ("precision", torch.bfloat16), ("model", nn.Linear(0, 3)), ("model", nn.Linear),
+            *(("shared", value) for value in (("y",), [3])),
+            *(("plan", value) for value in ("", "nowhere", "\0", Path("/nowhere/file"))), ("run", ""), ("run", "\0"),
+            ("seed", HUGE), ("precision", torch.bfloat16), ("model", nn.Linear(0, 3)), ("model", nn.Linear),
             *(("example_batch", value) for value in ([], {"x": 3}, {"input": torch.zeros(0, 3)}, iter([_batch()]))),
+        ),
+    )  # fmt: skip
+    yield Call(
+        name="LossOptions", run=hd.LossOptions, good={},
+        takes={"function": (nothing, FUNCTION, nn.Module), "only": (tuple, list), "loss_count": (nothing, FUNCTION, nn.Module)},
+        wrong=(*(("only", value) for value in (("y",), [3], "input")), ("loss_count", int)),
+    )  # fmt: skip
+    yield Call(
+        name="PlanOptions", run=hd.PlanOptions, good={},
+        takes={
+            "strategy": FILE, "micro_batch_sizes": (str, list), "profile": (nothing,), "measure_s": NUMBER, "rehearsal_s": NUMBER,
+            "check_s": NUMBER,
+        },
+        wrong=(
+            *((name, float("nan")) for name in ("measure_s", "rehearsal_s", "check_s")), ("strategy", ""), ("strategy", "\0"),
+            *(("micro_batch_sizes", value) for value in ((), (0,), [1.5], (True,), "1", (HUGE,), list(range(1, 100)))),
+        ),
+    )  # fmt: skip
+    yield Call(
+        name="RunOptions", run=hd.RunOptions, good={"dir": folder / "run"},
+        takes={"dir": (nothing, *PATH), "resume": (bool,), "trackers": NAMES, "callbacks": NAMES, "weights_at_end": ()},
+        wrong=(
+            ("dir", ""), ("dir", "\0"), *(("callbacks", value) for value in ([3], [hd.Callback], [None], ["x"], [lambda: 0])),
+            *(("trackers", value) for value in ([3], ["x"], [{"wandb": {"x": 1}}], [None])),
         ),
     )  # fmt: skip
     yield Call(

@@ -61,11 +61,13 @@ def against_fsdp2(size: Steps, out: Path) -> None:
         tokens = torch.randint(0, 256, (ranks * size.samples, size.length), generator=torch.Generator().manual_seed(1))
         batch = {"input_ids": tokens, "labels": tokens}
         settings: dict[str, Any] = {"optimizer": adamw, "clip_grad_norm": CLIP}
-        first = hd.distribute(model(), batch, plan="equal", session=session, measure_s=4, rehearsal_s=0, **settings)
+        first = hd.distribute(
+            model(), batch, plan=hd.PlanOptions("equal", measure_s=4, rehearsal_s=0), session=session, **settings
+        )
         plan = layer_by_layer(first.plan, first.graph, ranks * size.samples)
         profile = first.profile
         first.close()
-        ours = hd.distribute(model(), batch, plan=plan, session=session, profile=profile, **settings)
+        ours = hd.distribute(model(), batch, plan=hd.PlanOptions(plan, profile=profile), session=session, **settings)
         theirs, backward = fsdp2(session, model(), batch, size)
         apart = difference(ours, theirs, batch, backward)
         run: dict[str, Callable[[], object]] = {OURS: lambda: ours.step(batch), FSDP2: updating(theirs, backward)}

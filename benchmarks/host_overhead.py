@@ -67,15 +67,16 @@ def worker(rounds: int, folder: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(MICRO_BATCHES * SAMPLES, WIDTH)
     y = torch.randint(0, CLASSES, (len(x),))
-    settings: dict[str, Any] = {"loss": torch.nn.CrossEntropyLoss(), "rehearsal_s": 0, "measure_s": 4}
+    settings: dict[str, Any] = {"loss": torch.nn.CrossEntropyLoss()}
     with hd.open_session() as session:
         of_data: dict[str, Any] = {**settings, "session": session, "optimizer": sgd}
-        first = hd.distribute(model(), (x, y), plan="equal", **of_data)
+        first = hd.distribute(model(), (x, y), plan=hd.PlanOptions("equal", rehearsal_s=0, measure_s=4), **of_data)
         plans = plans_for(first.graph, first.plan)
         profile = first.profile
         first.close()
         made = {
-            way: hd.distribute(model(), (x, y), plan=plan, profile=profile, **of_data) for way, plan in plans.items()
+            way: hd.distribute(model(), (x, y), plan=hd.PlanOptions(plan, profile=profile), **of_data)
+            for way, plan in plans.items()
         }
         ways: dict[str, Callable[[], object]] = {way: (lambda d=d: d.step((x, y))) for way, d in made.items()}
         half = slice(session.rank * len(x) // 2, (session.rank + 1) * len(x) // 2)

@@ -197,19 +197,18 @@ def worker(options: argparse.Namespace) -> None:
             report(options, session.rank, fully_sharded(model, tokens, session))
             return
         section = OptimizerSection(lr=1e-4)
-        known = {}
+        known: Any = "equal" if options.out else "auto"
+        profile = None
         if options.use:
-            known = {"plan": options.use / "plan.json", "profile": pickle.loads((options.use / "profile").read_bytes())}
+            known, profile = options.use / "plan.json", pickle.loads((options.use / "profile").read_bytes())
         trainer = hd.distribute(
             model,
             batch,
             optimizer=section,
             session=session,
-            measure_s=3,
-            rehearsal_s=0,
-            micro_batch_sizes=(1, 2),
-            check_s=0,
-            **(known or {"plan": "equal" if options.out else "auto"}),
+            plan=hd.PlanOptions(
+                known, measure_s=3, rehearsal_s=0, micro_batch_sizes=(1, 2), check_s=0, profile=profile
+            ),
         )
         if options.keep and session.rank == 0:
             (options.keep / "plan.json").write_text(trainer.plan.dump())

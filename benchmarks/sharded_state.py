@@ -176,16 +176,23 @@ def training(size: Size, out: Path) -> None:
     batch = {"input_ids": tokens, "labels": tokens}
     with hd.open_session() as session:
         first = hd.distribute(
-            model(), batch, optimizer=OptimizerSection(lr=1e-4), plan="data", session=session, measure_s=10
+            model(),
+            batch,
+            optimizer=OptimizerSection(lr=1e-4),
+            plan=hd.PlanOptions("data", measure_s=10),
+            session=session,
         )
         plan = first.plan.model_copy(update={"zero": 0, "pipelines": tuple(map(bare, first.plan.pipelines))})
         made = {
             way: hd.distribute(
-                model(), batch, optimizer=OptimizerSection(lr=1e-4), session=session, profile=first.profile,
-                plan=plan.model_copy(update={"zero": zero}),
+                model(),
+                batch,
+                optimizer=OptimizerSection(lr=1e-4),
+                session=session,
+                plan=hd.PlanOptions(plan.model_copy(update={"zero": zero}), profile=first.profile),
             )
             for way, zero in (("whole", 0), ("sharded", 1))
-        }  # fmt: skip
+        }
         run: dict[str, Callable[[], object]] = {way: (lambda d=d: d.step(batch)) for way, d in made.items()}
         found = in_rounds(run, session.communicator, rounds=size.rounds, steps=size.steps)
         kept = {

@@ -24,9 +24,12 @@ def main() -> None:
     inputs, wanted = torch.randn(16, 64), torch.randn(16, 8)
     reference = torch.optim.SGD(plain.parameters(), lr=1e-3)
     with hd.distribute(
-        model, (inputs, wanted), loss=loss, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
-        measure_s=0.5, rehearsal_s=0, plan="data",
-    ) as trainer:  # fmt: skip
+        model,
+        (inputs, wanted),
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+        plan=hd.PlanOptions("data", measure_s=0.5, rehearsal_s=0),
+    ) as trainer:
         step, last = 0, None
         first = trainer.rank == 0
         with (folder / "times").open("a") as times, (folder / "losses.jsonl").open("a") as losses:

@@ -117,9 +117,13 @@ def worker(options: argparse.Namespace, size: Size) -> None:
         for way, plan in (("planned", "data"), ("equal shares", "equal")):
             if way in options.ways:
                 made[way] = hd.distribute(
-                    model(), batch, optimizer=section, plan=plan, clip_grad_norm=CLIP, session=session, profile=profile,
-                    measure_s=size.budget_s,
-                )  # fmt: skip
+                    model(),
+                    batch,
+                    optimizer=section,
+                    plan=hd.PlanOptions(plan, profile=profile, measure_s=size.budget_s),
+                    clip_grad_norm=CLIP,
+                    session=session,
+                )
                 profile = made[way].profile
         planned = made["planned"]
         if session.rank == 0:

@@ -43,8 +43,8 @@ layers = [torch.nn.Linear(16, 16) if k % 2 else torch.nn.Tanh() for k in range(1
 batch = torch.randn(8, 16), torch.randint(0, 16, (8,))
 def distribute():
     loss = torch.nn.functional.cross_entropy
-    options = dict(plan=plan, run_dir=run or None, measure_s=0.3, rehearsal_s=0.0, check_s=0.0)
-    return hd.distribute(torch.nn.Sequential(*layers), batch, loss=loss, **options)
+    found = hd.PlanOptions(plan, measure_s=0.3, rehearsal_s=0.0, check_s=0.0)
+    return hd.distribute(torch.nn.Sequential(*layers), batch, loss=loss, plan=found, run=run or None)
 trainer = distribute()
 trainer.step(batch)
 reached("step")

@@ -62,7 +62,7 @@ def _ddp(model: object, tokens: object) -> tuple[Callable[[], object], Callable[
 def _ours(model: object, tokens: object) -> tuple[Callable[[], object], Callable[[], object]]:
     import heterodyne as hd
 
-    trainer = hd.distribute(model, (tokens, tokens), plan="data", measure_s=5, rehearsal_s=0)
+    trainer = hd.distribute(model, (tokens, tokens), plan=hd.PlanOptions("data", measure_s=5, rehearsal_s=0))
     return lambda: trainer.step((tokens, tokens)), trainer.close
 
 

@@ -63,7 +63,7 @@ def api_page() -> str:
 
 def _described(name: str, value: object, *, is_property: bool = False) -> list[str]:
     docstring = inspect.getdoc(value) or ""
-    if is_property or not inspect.isfunction(value):
+    if is_property or not (inspect.isfunction(value) or getattr(value, "__module__", "") == "heterodyne.api.options"):
         return ["```text", docstring, "```"]
     parameters = [p.replace(annotation=inspect.Parameter.empty) for p in inspect.signature(value).parameters.values()]
     return ["```text", f"{name}{inspect.Signature(parameters)}", "", docstring, "```"]

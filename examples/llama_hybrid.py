@@ -43,9 +43,7 @@ def main() -> int:
         model,
         batches(0),
         optimizer=optimizer,
-        plan=given.strategy,
-        micro_batch_sizes=(1, 2, 4),
-        measure_s=given.measure,
+        plan=hd.PlanOptions(given.strategy, micro_batch_sizes=(1, 2, 4), measure_s=given.measure),
     ) as trainer:
         run(trainer, batches, given.steps)
     return 0

@@ -34,7 +34,10 @@ def main() -> int:
     batches = functools.partial(sequences, count=1, length=given.length)
     optimizer = functools.partial(torch.optim.AdamW, lr=1e-3)
     with hd.distribute(
-        model, batches(0), optimizer=optimizer, plan="context", micro_batch_sizes=(1,), measure_s=given.measure
+        model,
+        batches(0),
+        optimizer=optimizer,
+        plan=hd.PlanOptions("context", micro_batch_sizes=(1,), measure_s=given.measure),
     ) as trainer:
         run(trainer, batches, given.steps)
     return 0

@@ -121,7 +121,10 @@ def main() -> int:
     batches = functools.partial(batch, size=given.batch)
     optimizer = functools.partial(torch.optim.AdamW, lr=3e-3)
     with hd.distribute(
-        model, batches(0), optimizer=optimizer, micro_batch_sizes=(given.batch,), measure_s=given.measure
+        model,
+        batches(0),
+        optimizer=optimizer,
+        plan=hd.PlanOptions(micro_batch_sizes=(given.batch,), measure_s=given.measure),
     ) as trainer:
         run(trainer, batches, given.steps, lambda: f"experts on rank 0: {trainer.module.layers[0].experts.up.shape[0]}")
     return 0

@@ -185,7 +185,11 @@ def error_under(session: Any, strategy: str, model: Any, size: Size) -> float:
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     section = OptimizerSection(name="sgd", lr=RATE, momentum=0.0, weight_decay=0.0, schedule="constant")
     with hd.distribute(
-        model, batch, optimizer=section, plan=strategy, session=session, measure_s=size.measure_s / 4, rehearsal_s=0
+        model,
+        batch,
+        optimizer=section,
+        plan=hd.PlanOptions(strategy, measure_s=size.measure_s / 4, rehearsal_s=0),
+        session=session,
     ) as trainer:
         trainer.step(batch)
         after = trainer.state_dict()["model"]
@@ -210,9 +214,15 @@ def timed(
     made = []
     for way, compiles in ((OURS, False), *(((COMPILED, True),) if session.world_size == 1 else ())):
         trainer = hd.distribute(
-            model(), batch, optimizer=section, clip_grad_norm=CLIP, session=session, precision="bf16" if low else "fp32",
-            measure_s=size.measure_s, compile=compiles,
-        )  # fmt: skip
+            model(),
+            batch,
+            optimizer=section,
+            clip_grad_norm=CLIP,
+            session=session,
+            precision="bf16" if low else "fp32",
+            plan=hd.PlanOptions(measure_s=size.measure_s),
+            compile=compiles,
+        )
         made.append(trainer)
         run[way] = lambda trainer=trainer: trainer.step(batch)
     predicted = made[0].plan.predicted

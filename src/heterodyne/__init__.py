@@ -3,7 +3,10 @@
     import heterodyne as hd
 
     graph = hd.capture(model, example_batch)             # what the model is
-    trainer = hd.distribute(model, example_batch)        # measured, planned, ready; one call a rank
+    profile = hd.measure_model(model, example_batch)     # what its parts take on each device
+    plan = hd.find_plan(graph, cluster, profile, global_batch_size=32)
+    timeline = hd.simulate_plan(plan, graph, cluster, profile)
+    trainer = hd.distribute(model, example_batch)        # all of it, and ready to train; one call a rank
     for batch in batches:                                # the global batch, the same on every rank
         result = trainer.step(batch)
 
@@ -17,7 +20,22 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from heterodyne.annotate import replicate, set_default_strategy, split
-    from heterodyne.api import Batches, Callback, Distributed, Trackers, batches, capture, distribute, open_session
+    from heterodyne.api import (
+        Batches,
+        Callback,
+        Distributed,
+        LossOptions,
+        PlanOptions,
+        RunOptions,
+        Trackers,
+        batches,
+        capture,
+        distribute,
+        find_plan,
+        measure_model,
+        open_session,
+        simulate_plan,
+    )
     from heterodyne.cluster import Cluster, Profile
     from heterodyne.errors import HeterodyneError
     from heterodyne.graph import ModelGraph
@@ -34,18 +52,24 @@ _HOMES = {
     "Distributed": "heterodyne.api",
     "HeterodyneError": "heterodyne.errors",
     "Job": "heterodyne.job",
+    "LossOptions": "heterodyne.api",
     "ModelGraph": "heterodyne.graph",
     "OptimizerSection": "heterodyne.job",
     "Plan": "heterodyne.plan",
+    "PlanOptions": "heterodyne.api",
     "Profile": "heterodyne.cluster",
+    "RunOptions": "heterodyne.api",
     "Timeline": "heterodyne.timeline",
     "Trackers": "heterodyne.api",
     "batches": "heterodyne.api",
     "capture": "heterodyne.api",
     "distribute": "heterodyne.api",
+    "find_plan": "heterodyne.api",
+    "measure_model": "heterodyne.api",
     "open_session": "heterodyne.api",
     "replicate": "heterodyne.annotate",
     "set_default_strategy": "heterodyne.annotate",
+    "simulate_plan": "heterodyne.api",
     "split": "heterodyne.annotate",
 }
 
@@ -56,19 +80,25 @@ __all__ = [
     "Distributed",
     "HeterodyneError",
     "Job",
+    "LossOptions",
     "ModelGraph",
     "OptimizerSection",
     "Plan",
+    "PlanOptions",
     "Profile",
+    "RunOptions",
     "Timeline",
     "Trackers",
     "__version__",
     "batches",
     "capture",
     "distribute",
+    "find_plan",
+    "measure_model",
     "open_session",
     "replicate",
     "set_default_strategy",
+    "simulate_plan",
     "split",
 ]
 

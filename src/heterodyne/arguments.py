@@ -18,10 +18,11 @@ from typing import Any, Final, Literal, ParamSpec, TypeAlias, TypeVar, get_args,
 
 from heterodyne.errors import HeterodyneError
 
-__all__ = ["checked_arguments", "described"]
+__all__ = ["checked_arguments", "checked_options", "described"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 Check: TypeAlias = Callable[[Any], str | None]
 """What is wrong with a value, as the rest of a sentence that begins with it; None if nothing is."""
 
@@ -46,6 +47,12 @@ def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return call
+
+
+def checked_options(kind: type[T]) -> type[T]:
+    """Make objects of a class only of arguments that are in the table; see `checked_arguments`."""
+    kind.__init__ = checked_arguments(kind.__init__)  # type: ignore[method-assign]  # its own, with the same signature
+    return kind
 
 
 def described(value: object) -> str:
@@ -145,6 +152,8 @@ def _optimizer(value: Any) -> str | None:
 
 
 def _loss(value: Any) -> str | None:
+    if _is_a(value, "heterodyne.api.options.LossOptions"):
+        return None
     if isinstance(value, type):
         return f"; make one of it: loss={value.__name__}()"
     return None if callable(value) else "; it is a function of the model's output and the target (or the batch)"
@@ -239,6 +248,7 @@ _TABLE: Final[Mapping[str, Check]] = {
     ),
     "callbacks": _callbacks,
     "check_s": _number("seconds, or 0 for no check"),
+    "cluster": _a("a Cluster", "heterodyne.cluster.spec.Cluster"),
     "clip_grad_norm": _number("the largest norm of the gradient, or 0 for no clipping"),
     "cluster_file": _PATH,
     "collate": _CALLED,
@@ -247,22 +257,25 @@ _TABLE: Final[Mapping[str, Check]] = {
     "decay": _number("a number from 0 to 1", 1.0),
     "deterministic": _FLAG,
     "directory": _PATH,
+    "dir": _PATH,
     "done": _whole(0),
     "epochs": _LENGTH,
     "extra": _names_to("a mapping from names to what shall be kept"),
     "flush_s": _number("seconds"),
     "global_batch_size": _LENGTH,
+    "function": _loss,
+    "graph": _a("a ModelGraph, as capture returns it", "heterodyne.graph.ir.ModelGraph"),
     "keep": _whole(1),
     "lengths": _lengths,
     "limit_s": _number("seconds"),
     "loss": _loss,
     "loss_count": _loss_count,
-    "loss_inputs": _texts,
     "measure_s": _or_auto(_number("seconds, or 'auto'")),
     "metrics": _metrics,
     "micro_batch_sizes": _micro_batch_sizes,
     "model": _MODULE,
     "names": _texts,
+    "only": _texts,
     "optimizer": _optimizer,
     "overrides": _texts,
     "pack_to": _LENGTH,
@@ -273,15 +286,18 @@ _TABLE: Final[Mapping[str, Check]] = {
     ),
     "path": _PATH,
     "plan": _unless(
-        lambda value: _is_path(value) or _is_a(value, "heterodyne.plan.plan.Plan"),
-        "a strategy ('auto', 'data', 'pipeline', ...), a Plan, or the path of one",
+        lambda value: _is_path(value) or _is_a(value, "heterodyne.plan.plan.Plan", "heterodyne.api.options.PlanOptions"),
+        "a strategy ('auto', 'data', 'pipeline', ...), a Plan, the path of one, or PlanOptions(strategy, ...)",
     ),
     "precision": _precision,
     "prefetch": _whole(1, 1024),
     "profile": _a("a Profile, as Profile.load(path) reads it", "heterodyne.cluster.profile.Profile"),
     "rehearsal_s": _or_auto(_number("seconds, 0 for no rehearsal, or 'auto'")),
     "resume": _FLAG,
-    "run_dir": _PATH,
+    "run": _unless(
+        lambda value: _is_path(value) or _is_a(value, "heterodyne.api.options.RunOptions"),
+        "the path of a directory, or RunOptions(path, ...)",
+    ),
     "samples": _whole(1),
     "say": _CALLED,
     "seed": _unless(lambda value: _is_whole(value) and -(2**63) <= value < 2**63, "a whole number of at most 64 bits"),
@@ -293,6 +309,10 @@ _TABLE: Final[Mapping[str, Check]] = {
     "state": _STATE,
     "step": _whole(0, 2**53),
     "text": _unless(lambda value: isinstance(value, str), "a text"),
+    "strategy": _unless(
+        lambda value: _is_path(value) or _is_a(value, "heterodyne.plan.plan.Plan"),
+        "a strategy ('auto', 'data', 'pipeline', ...), a Plan, or the path of one",
+    ),
     "tf32": _FLAG,
     "total_steps": _LENGTH,
     "trackers": _unless(lambda value: isinstance(value, tuple | list), "a list of names, or of mappings from a name to its options"),

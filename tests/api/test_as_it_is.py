@@ -71,7 +71,9 @@ def test_a_loss_outside_tells_what_it_divides_by_though_the_model_has_no_graph(
     model = WithLoss(Chooses(), nn.CrossEntropyLoss())
     plain = copy.deepcopy(model)
     batches = [batch_of(6, longest) for longest in (5, 3, 7)]
-    with hd.distribute(model, batches[0], optimizer=sgd, micro_batch_sizes=(1, 2), measure_s=0.05) as trainer:
+    with hd.distribute(
+        model, batches[0], optimizer=sgd, plan=hd.PlanOptions(micro_batch_sizes=(1, 2), measure_s=0.05)
+    ) as trainer:
         results = [trainer.step(batch) for batch in batches]
         assert trainer.evaluate(batch_of(4, 6)) == pytest.approx(plain_loss(model, batch_of(4, 6)), rel=1e-5)
         assert [result.count for result in results] == [5, 5, 5], "one label of six does not count"
@@ -106,7 +108,7 @@ def test_what_a_model_without_a_graph_cannot_have_is_refused_before_anything_is_
     with pytest.raises(
         CaptureError, match=r"test_as_it_is.py:31(.|\n)*'pipeline' cuts the model(.|\n)*strategy 'data'"
     ):
-        hd.distribute(model, batch, plan="pipeline", loss_count=counted)
+        hd.distribute(model, batch, plan="pipeline", loss=hd.LossOptions(loss_count=counted))
 
     class Inside(WithLoss):
         def __init__(self) -> None:
@@ -117,10 +119,10 @@ def test_what_a_model_without_a_graph_cannot_have_is_refused_before_anything_is_
             loss: Tensor = self.inner(tokens, lengths, labels)
             return loss
 
-    with pytest.raises(CaptureError, match=r"test_as_it_is.py:31(.|\n)*pass loss_count='samples'"):
+    with pytest.raises(CaptureError, match=r"test_as_it_is.py:31(.|\n)*pass loss=LossOptions\(loss_count='samples'\)"):
         hd.distribute(Inside(), batch)
     graphless: Any = lambda output, labels: F.cross_entropy(output, labels) * int(labels.sum() > 0)  # noqa: E731
-    with pytest.raises(CaptureError, match="pass loss_count='samples'"):
+    with pytest.raises(CaptureError, match=r"pass loss=LossOptions\(loss_count='samples'\)"):
         hd.distribute(WithLoss(Chooses(), graphless), batch)
 
 
@@ -199,7 +201,9 @@ def test_what_an_earlier_forward_has_left_is_copied_and_what_hooks_keep_is_as_it
     batch = points()
     model(batch[0])
     before = seen["head"], calls[0], sink.last, of_a_lambda.last
-    with hd.distribute(model, batch, loss=criterion, optimizer=sgd, measure_s=1, rehearsal_s=0) as trainer:
+    with hd.distribute(
+        model, batch, loss=criterion, optimizer=sgd, plan=hd.PlanOptions(measure_s=1, rehearsal_s=0)
+    ) as trainer:
         assert all(
             one is of for one, of in zip((seen["head"], *calls, sink.last, of_a_lambda.last), before, strict=True)
         )
@@ -254,14 +258,16 @@ def test_a_compiled_model_is_captured_and_named_as_the_one_inside_and_runs_compi
     model: Any = torch.compile(plain, backend=backend)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Dynamo's own
-        with hd.distribute(model, batch, optimizer=sgd, micro_batch_sizes=(4,), measure_s=0.05) as trainer:
+        with hd.distribute(
+            model, batch, optimizer=sgd, plan=hd.PlanOptions(micro_batch_sizes=(4,), measure_s=0.05)
+        ) as trainer:
             ran.clear()
             assert trainer.step(batch).loss == pytest.approx(expected, rel=1e-5)
             assert list(trainer.state_dict()["model"]) == list(plain.state_dict())
             assert len(trainer.graph.ops) > 1
             assert ran
     with pytest.raises(CaptureError, match="by its graph it is a mean: leave it out"):
-        hd.distribute(model, batch, loss_count="sum")
+        hd.distribute(model, batch, loss=hd.LossOptions(loss_count="sum"))
 
 
 class Longest(Chooses):
@@ -278,9 +284,8 @@ def test_a_choice_for_a_whole_batch_that_the_first_one_does_not_show_is_refused_
         WithLoss(Longest(), lambda out, labels: loss_fn(out.cumsum(1), labels.clamp(min=0))),
         even,
         optimizer=sgd,
-        micro_batch_sizes=(2,),
-        measure_s=0.05,
-        loss_count="sum",
+        plan=hd.PlanOptions(micro_batch_sizes=(2,), measure_s=0.05),
+        loss=hd.LossOptions(loss_count="sum"),
     ) as trainer:
         trainer.step(even)
         with pytest.raises(CaptureError, match=r"the batch of step 2 do not add up .* the length of the longest"):
@@ -295,4 +300,4 @@ def test_a_compiler_that_is_missing_is_told_before_anything_is_measured(monkeypa
     with pytest.raises(
         HeterodyneError, match=r"no code for cpu here .*No working C.. compiler found.*or leave compile out"
     ):
-        hd.distribute(Plain(), {"x": torch.randn(4, 4)}, compile=True, measure_s=1e-3)
+        hd.distribute(Plain(), {"x": torch.randn(4, 4)}, compile=True, plan=hd.PlanOptions(measure_s=1e-3))

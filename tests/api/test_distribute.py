@@ -44,7 +44,9 @@ def test_a_loop_of_ones_own_is_that_of_plain_pytorch(tmp_path: Path) -> None:
     model = Scaled()
     plain = copy.deepcopy(model)
     batches = [batch_of(6) for _ in range(3)]
-    with hd.distribute(model, batches[0], optimizer=sgd, micro_batch_sizes=(1, 2, 4), measure_s=0.05) as trainer:
+    with hd.distribute(
+        model, batches[0], optimizer=sgd, plan=hd.PlanOptions(micro_batch_sizes=(1, 2, 4), measure_s=0.05)
+    ) as trainer:
         assert trainer.plan.global_batch_size == 6, "the samples, not what the first input has in its first dim"
         losses = [trainer.step(batch).loss for batch in batches]
         kept = trainer.plan
@@ -68,10 +70,37 @@ def test_a_loop_of_ones_own_is_that_of_plain_pytorch(tmp_path: Path) -> None:
     assert validation == pytest.approx(plain(**batch_of(5)).item(), rel=1e-5)
 
     kept.save(tmp_path / "plan.json")
-    with hd.distribute(Scaled(), batches[0], optimizer=sgd, plan=tmp_path / "plan.json", measure_s=0.05) as again:
+    with hd.distribute(
+        Scaled(), batches[0], optimizer=sgd, plan=hd.PlanOptions(tmp_path / "plan.json", measure_s=0.05)
+    ) as again:
         assert again.plan.pipelines == kept.pipelines
         with pytest.raises(DataError, match="has 5 samples, the plan was made for 6"):
             again.step(batch_of(5))
+
+
+def test_what_distribute_does_can_be_done_by_itself(tmp_path: Path) -> None:
+    """The plan found from a profile is the one that `distribute` finds with it, and the timeline is as long as it was predicted."""
+    model, batch, loss = (
+        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)),
+        (torch.randn(6, 8), torch.randn(6, 1)),
+        nn.MSELoss(),
+    )
+    with hd.open_session() as session:
+        graph = hd.capture(model, batch, loss=loss)
+        profile = hd.measure_model(model, batch, loss=loss, plan=hd.PlanOptions(measure_s=0.05), session=session)
+        plan = hd.find_plan(graph, session.cluster, profile, global_batch_size=6)
+        options = hd.PlanOptions(profile=profile)
+        with hd.distribute(model, batch, loss=loss, plan=options, clip_grad_norm=1.0, session=session) as trainer:
+            assert trainer.plan.pipelines == plan.pipelines
+        (tmp_path / "plan.json").write_text(plan.dump())
+        timeline = hd.simulate_plan(tmp_path / "plan.json", graph, session.cluster, profile)
+    assert plan.predicted is not None
+    first, second = (max(event.end_s for event in timeline.events if event.step == step) for step in (0, 1))
+    assert second - first == pytest.approx(plan.predicted.step_s)
+    with pytest.raises(HeterodyneError, match="strategy='quickest' is none of auto"):
+        hd.find_plan(graph, session.cluster, profile, global_batch_size=6, strategy="quickest")  # type: ignore[arg-type]
+    with pytest.raises(HeterodyneError, match="cluster is None; it is a Cluster"):
+        hd.find_plan(graph, None, profile, global_batch_size=6)  # type: ignore[arg-type]
 
 
 def test_a_plan_that_is_none_is_told(tmp_path: Path) -> None:
@@ -87,7 +116,9 @@ def test_batch_norm_over_samples_alone_is_measured_with_two() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     plain, batch = copy.deepcopy(model), (torch.randn(6, 4), torch.randn(6, 1))
-    with hd.distribute(model, batch, loss=nn.MSELoss(), optimizer=sgd, measure_s=0.05, rehearsal_s=0) as trainer:
+    with hd.distribute(
+        model, batch, loss=nn.MSELoss(), optimizer=sgd, plan=hd.PlanOptions(measure_s=0.05, rehearsal_s=0)
+    ) as trainer:
         sizes = trainer.plan.pipelines[0].micro_batches.sizes
         parts = zip(*(part.split(sizes) for part in batch), sizes, strict=True)
         one_device = sum(nn.functional.mse_loss(plain(x), y).item() * size / 6 for x, y, size in parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 from torch import nn
 
 import heterodyne as hd
-from heterodyne.api.loop.arguments import chosen_optimizer
 from heterodyne.api.loop.batches import BatchFormat, batch_format
 from heterodyne.api.loop.remade_optimizer import remade
+from heterodyne.api.options import chosen_optimizer
 from heterodyne.around_model import unchanged_around
 from heterodyne.errors import DataError, HeterodyneError
 from heterodyne.job import OptimizerSection
@@ -28,16 +29,10 @@ BATCH = torch.randn(4, 3)
         ({"precision": "fp8"}, "precision is 'fp8', not 'fp32' or 'bf16' or 'fp16' or 'auto'"),
         ({"precision": torch.bfloat16}, "write 'bf16'"),
         ({"clip_grad_norm": float("nan")}, "clip_grad_norm is nan; it is the largest norm"),
-        ({"micro_batch_sizes": ()}, r"micro_batch_sizes is \(\)"),
-        ({"micro_batch_sizes": (1, 2.5)}, "whole numbers from 1 on"),
         ({"global_batch_size": 0}, "global_batch_size is 0"),
         ({"total_steps": True}, "total_steps is True"),
         ({"loss": 3}, "loss is 3; it is a function"),
-        ({"loss_inputs": ("labels",)}, "pass that as loss= too"),
-        ({"trackers": ["wandbb"], "run_dir": "run"}, r"wandbb: there is no such key; did you mean 'wandb'"),
-        ({"trackers": ["wandb"]}, r"pass run_dir= too"),
-        ({"trackers": "wandb"}, r"trackers is 'wandb'; it is a list of names"),
-        ({"weights_at_end": "everywhere"}, "weights_at_end is 'everywhere'"),
+        ({"run": 3}, r"run is 3; it is the path of a directory, or RunOptions"),
     ],
     ids=str,
 )  # fmt: skip
@@ -46,9 +41,29 @@ def test_an_argument_that_cannot_be_is_told(arguments: dict[str, Any], told: str
         hd.distribute(MODEL, BATCH, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: hd.PlanOptions(3), "strategy is 3; it is a strategy"),  # type: ignore[arg-type]
+        (lambda: hd.PlanOptions(micro_batch_sizes=()), r"micro_batch_sizes is \(\)"),
+        (lambda: hd.PlanOptions(micro_batch_sizes=(1, 2.5)), "whole numbers from 1 on"),  # type: ignore[arg-type]
+        (lambda: hd.LossOptions(only=("labels",)), "names what only a loss outside of the model reads: pass that too"),
+        (lambda: hd.RunOptions("run", trackers=["wandbb"]), "wandbb: there is no such key; did you mean 'wandb'"),
+        (lambda: hd.RunOptions(trackers=["wandb"]), "pass dir= too"),
+        (lambda: hd.RunOptions(resume=True), "pass dir= too"),
+        (lambda: hd.RunOptions(trackers="wandb"), "trackers is 'wandb'; it is a list of names"),
+        (lambda: hd.RunOptions(weights_at_end="everywhere"), "weights_at_end is 'everywhere'"),  # type: ignore[arg-type]
+    ],
+    ids=range(9),
+)
+def test_an_option_that_cannot_be_is_told(make: Callable[[], object], told: str) -> None:
+    with pytest.raises(HeterodyneError, match=told):
+        make()
+
+
 def test_all_of_them_are_told_at_once() -> None:
-    with pytest.raises(HeterodyneError, match=r"(?s)micro_batch_sizes.*precision.*seed"):
-        hd.distribute(MODEL, BATCH, precision="fp8", micro_batch_sizes=4, seed="a")  # type: ignore[arg-type]
+    with pytest.raises(HeterodyneError, match=r"(?s)global_batch_size.*precision.*seed"):
+        hd.distribute(MODEL, BATCH, global_batch_size=0, precision="fp8", seed="a")  # type: ignore[arg-type]
 
 
 def test_a_rate_is_constant_unless_it_is_known_how_long_its_schedule_is() -> None:
@@ -122,7 +137,7 @@ def _first_alone(parameters: Any) -> torch.optim.Optimizer:
 
 
 def test_parameters_that_an_optimizer_leaves_out_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with hd.distribute(Loss(), BATCH, optimizer=_first_alone, check_s=0):
+    with hd.distribute(Loss(), BATCH, optimizer=_first_alone, plan=hd.PlanOptions(check_s=0)):
         assert "optimizer= leaves out 3 of the 4 parameters" in capsys.readouterr().err
 
 
@@ -130,11 +145,11 @@ def test_parameters_that_an_optimizer_leaves_out_are_named(capsys: pytest.Captur
     ("call", "told"),
     [
         (lambda: hd.capture(None, (BATCH,)), "model is None; it is an nn.Module"),  # type: ignore[arg-type]
-        (lambda: hd.capture(MODEL, 3), "the example batch is a int"),  # type: ignore[arg-type]
+        (lambda: hd.capture(MODEL, 3), "the batch is a int"),  # type: ignore[arg-type]
         (lambda: hd.capture(Nothing(), (BATCH,)), r"the weights of Nothing \(weight\) hold nothing"),
-        (lambda: hd.distribute(MODEL, BATCH, callbacks=[3]), "in it is 3, which is none: derive it from hd.Callback"),  # type: ignore[list-item]
-        (lambda: hd.distribute(MODEL, BATCH, callbacks=[hd.Callback]), r"make one of it: Callback\(\)"),  # type: ignore[list-item]
-        (lambda: hd.distribute(MODEL, (BATCH, BATCH), loss=nn.MSELoss(), loss_inputs=("y",)), "the batch is no mapping"),
+        (lambda: hd.distribute(MODEL, BATCH, run=hd.RunOptions(callbacks=[3])), "in it is 3, which is none: derive it from hd.Callback"),  # type: ignore[list-item]
+        (lambda: hd.distribute(MODEL, BATCH, run=hd.RunOptions(callbacks=[hd.Callback])), r"make one of it: Callback\(\)"),  # type: ignore[list-item]
+        (lambda: hd.distribute(MODEL, (BATCH, BATCH), loss=hd.LossOptions(nn.MSELoss(), only=("y",))), "the batch is no mapping"),
         (lambda: hd.batches([1], global_batch_size=2, workers=10**6), "workers is 1000000; it is a whole number from 0 to 1,024"),
         (lambda: hd.batches("text", global_batch_size=2), "a str is no data"),
         (lambda: hd.Plan.load(3), "Plan.load cannot take these arguments"),  # type: ignore[arg-type]
@@ -148,7 +163,7 @@ def test_a_call_that_cannot_be_is_refused(call: Any, told: str) -> None:
 
 
 def test_a_trainer_checks_what_it_is_given(tmp_path: Any) -> None:
-    with hd.distribute(Loss(), BATCH, measure_s=0.1, rehearsal_s=0, check_s=0) as trainer:
+    with hd.distribute(Loss(), BATCH, plan=hd.PlanOptions(measure_s=0.1, rehearsal_s=0, check_s=0)) as trainer:
         before = trainer.state_dict()
         for call, told in (
             (lambda: trainer.validate([BATCH], metrics={"a": 3}), "'a' in it is 3"),  # type: ignore[dict-item]

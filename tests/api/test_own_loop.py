@@ -106,9 +106,14 @@ def test_a_loop_with_a_criterion_a_scheduler_and_a_run_directory(tmp_path: Path)
     plain = copy.deepcopy(model)
     run = tmp_path / "run"
 
-    def start(model: nn.Module, **more: Any) -> hd.Distributed:
+    def start(model: nn.Module, **of_run: Any) -> hd.Distributed:
         return hd.distribute(
-            model, batches[0], loss=nn.CrossEntropyLoss(), optimizer=groups, measure_s=0.05, run_dir=run, **more
+            model,
+            batches[0],
+            loss=nn.CrossEntropyLoss(),
+            optimizer=groups,
+            plan=hd.PlanOptions(measure_s=0.05),
+            run=hd.RunOptions(run, **of_run),
         )
 
     (tmp_path / "noting.py").write_text(NOTING_TRACKER)
@@ -219,7 +224,9 @@ def test_a_mapping_goes_to_the_model_as_far_as_it_names_it_and_to_the_loss_as_a_
     points, labels = batch_of(6)
     batch = {"points": points, "labels": labels, "weights": torch.arange(6.0)}
     expected = weighted(model(points), batch).item()
-    with hd.distribute(model, batch, loss=weighted, loss_inputs=("labels",), measure_s=0.05) as trainer:
+    with hd.distribute(
+        model, batch, loss=hd.LossOptions(weighted, only=("labels",)), plan=hd.PlanOptions(measure_s=0.05)
+    ) as trainer:
         results = [trainer.step(batch) for _ in range(3)]
         outputs = trainer.predict({"points": points})
     assert results[0].loss == pytest.approx(expected, rel=1e-5)
@@ -234,8 +241,8 @@ def test_what_a_criterion_cannot_take_is_told_in_words() -> None:
         hd.distribute(Head(), {"points": points, "labels": labels}, loss=nn.CrossEntropyLoss())
     with pytest.raises(CaptureError, match="forward takes none of the batch's entries"):
         hd.distribute(Head(), {"images": points}, loss=weighted)
-    with pytest.raises(CaptureError, match="loss_inputs names label, and the batch has points"):
-        hd.distribute(Head(), {"points": points}, loss=weighted, loss_inputs=("label",))
+    with pytest.raises(CaptureError, match=r"LossOptions\(only=\) names label, and the batch has points"):
+        hd.distribute(Head(), {"points": points}, loss=hd.LossOptions(weighted, only=("label",)))
 
 
 def test_a_loss_that_reaches_around_the_module_for_a_parameter_is_refused_with_its_line() -> None:
@@ -260,7 +267,9 @@ class Reconstruction(nn.Module):
 def test_a_bare_tensor_is_taken_as_it_is() -> None:
     points = batch_of(6)[0]
     for model, loss in ((Reconstruction(), None), (nn.Linear(4, 4), nn.MSELoss())):
-        with hd.distribute(model, points, loss=loss, measure_s=0.05, weights_at_end="none") as trainer:
+        with hd.distribute(
+            model, points, loss=loss, plan=hd.PlanOptions(measure_s=0.05), run=hd.RunOptions(weights_at_end="none")
+        ) as trainer:
             expected = model(points) if loss is None else loss(model(points), points)
             assert trainer.evaluate(points[:5]) == pytest.approx(
                 (model(points[:5]) if loss is None else loss(model(points[:5]), points[:5])).item(), rel=1e-5
@@ -295,8 +304,7 @@ def test_outputs_keep_the_dim_in_which_the_model_has_its_samples(samples: int) -
         batch,
         loss=lambda outputs, target: F.cross_entropy(outputs[0][-1], target),
         optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),
-        measure_s=0.05,
-        check_s=0,
+        plan=hd.PlanOptions(measure_s=0.05, check_s=0),
     ) as trainer:
         found, mean = trainer.predict(batch_of(samples)[0])
     with torch.no_grad():
@@ -326,7 +334,9 @@ def test_the_random_numbers_of_the_script_stay_what_they_are() -> None:
     """The order in which a loader shuffles is drawn after this call, on each rank."""
     model = classifier()
     before = torch.random.get_rng_state()
-    with hd.distribute(model, batch_of(8), loss=nn.CrossEntropyLoss(), optimizer=groups, measure_s=0.05) as trainer:
+    with hd.distribute(
+        model, batch_of(8), loss=nn.CrossEntropyLoss(), optimizer=groups, plan=hd.PlanOptions(measure_s=0.05)
+    ) as trainer:
         trainer.step(batch_of(8))
         assert torch.equal(torch.random.get_rng_state(), before)
 
@@ -338,10 +348,14 @@ def test_a_loop_whose_memory_ends_goes_on_from_what_was_in_memory(
     def sgd(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
-    def losses(steps: range, **more: Any) -> list[float]:
-        of_run: dict[str, Any] = {"measure_s": 0.05, "rehearsal_s": 0, "micro_batch_sizes": (4,), **more}
+    def losses(steps: range, plan: Path | str = "auto", *, resume: bool = False) -> list[float]:
         with hd.distribute(
-            classifier(), batch_of(8), loss=nn.CrossEntropyLoss(), optimizer=sgd, run_dir=tmp_path / "run", **of_run
+            classifier(),
+            batch_of(8),
+            loss=nn.CrossEntropyLoss(),
+            optimizer=sgd,
+            plan=hd.PlanOptions(plan, measure_s=0.05, rehearsal_s=0, micro_batch_sizes=(4,)),
+            run=hd.RunOptions(tmp_path / "run", resume=resume),
         ) as trainer:
             assert trainer.steps_done == steps.start
             return [trainer.step(batch_of(8, seed)).loss for seed in steps]
@@ -359,13 +373,17 @@ def test_a_loop_whose_memory_ends_goes_on_from_what_was_in_memory(
     with pytest.raises(OutOfMemoryError):
         losses(range(6))
     monkeypatch.undo()
-    again = {"plan": tmp_path / "run" / "plan.json"} if given else {}
-    assert losses(range(3, 6), resume=True, **again) == wanted[3:]
+    again = tmp_path / "run" / "plan.json" if given else "auto"
+    assert losses(range(3, 6), again, resume=True) == wanted[3:]
 
 
 def test_a_loop_is_told_that_it_shall_stop_and_can_save_what_it_has(tmp_path: Path) -> None:
     with hd.distribute(
-        classifier(), batch_of(8), loss=nn.CrossEntropyLoss(), run_dir=tmp_path / "run", measure_s=0.05, rehearsal_s=0
+        classifier(),
+        batch_of(8),
+        loss=nn.CrossEntropyLoss(),
+        run=tmp_path / "run",
+        plan=hd.PlanOptions(measure_s=0.05, rehearsal_s=0),
     ) as trainer:
         assert not trainer.should_stop
         for seed in range(8):
@@ -391,7 +409,11 @@ def test_a_checkpoint_of_weights_that_give_no_loss_is_set_aside_in_a_loop(
 
     monkeypatch.setattr(Worker, "step", spoilt)
     with hd.distribute(
-        classifier(), batch_of(8), loss=nn.CrossEntropyLoss(), run_dir=tmp_path, measure_s=0.05, rehearsal_s=0
+        classifier(),
+        batch_of(8),
+        loss=nn.CrossEntropyLoss(),
+        run=tmp_path,
+        plan=hd.PlanOptions(measure_s=0.05, rehearsal_s=0),
     ) as trainer:
         for seed in range(9):
             trainer.step(batch_of(8, seed))

@@ -139,13 +139,14 @@ def _together(world: World, life: Life, part: int, graph: ModelGraph, folder: st
         hd.distribute(
             model,
             subject.batches(SAMPLES, 0),
-            loss=criterion,
+            loss=hd.LossOptions(criterion, loss_count=subject.loss_count),
             optimizer=functools.partial(_optimizer, life.optimizer),
-            plan=plan_for(kind, graph),
+            plan=hd.PlanOptions(
+                plan_for(kind, graph),
+                profile=profile(graph, cluster, [linear(1e-3)] * world.world_size, reduce=lambda _: 1e-6),
+                check_s=0,
+            ),
             session=session,
-            profile=profile(graph, cluster, [linear(1e-3)] * world.world_size, reduce=lambda _: 1e-6),
-            loss_count=subject.loss_count,
-            check_s=0,
         ) as trainer,
     ):
         if part:

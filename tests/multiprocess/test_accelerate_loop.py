@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from heterodyne.api import PlanOptions
 from heterodyne.errors import HeterodyneError
 from heterodyne.frontend import trace
 from heterodyne.graph.ir import ModelGraph
@@ -92,7 +93,10 @@ def plans() -> dict[str, Plan]:
 def on_ranks(world: World, found: ModelGraph, plan: Plan, folder: str) -> dict[str, Any]:
     session = session_of(world)
     known = profile(found, session.cluster, [linear(1e-3)] * world.world_size, reduce=lambda _: 1e-6)
-    model, accelerator = Classifier(), Accelerator(clip_grad_norm=CLIP, plan=plan, session=session, profile=known)
+    model, accelerator = (
+        Classifier(),
+        Accelerator(clip_grad_norm=CLIP, plan=PlanOptions(plan, profile=known), session=session),
+    )
     kept: list[Any] = []
 
     def prepare(*given: Any) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from heterodyne.api import PlanOptions
 from heterodyne.api.loop.batches import batch_format
 from heterodyne.api.loop.model_with_loss import with_loss
 from heterodyne.errors import CheckpointError, DataError, HeterodyneError
@@ -150,7 +151,7 @@ def on_ranks(
             HeterodyneTrainer,
             HeterodyneArguments(global_batch_size=GLOBAL, **options),
             resume,
-            distribution={"plan": plan, "session": session, "profile": known},
+            distribution={"plan": PlanOptions(plan, profile=known), "session": session},
         )
 
 
@@ -303,7 +304,7 @@ def evaluated_on_ranks(world: World, found: ModelGraph, plan: Plan, options: dic
         session = session_of(world)
         known = profile(found, session.cluster, [linear(1e-3)] * world.world_size, reduce=lambda _: 1e-6)
         args = HeterodyneArguments(**options)
-        given = {"plan": plan, "session": session, "profile": known}
+        given = {"plan": PlanOptions(plan, profile=known), "session": session}
         return evaluated_and_streamed(HeterodyneTrainer, args, distribution=given)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from heterodyne.api import LossOptions, PlanOptions
 from heterodyne.errors import DataError, HeterodyneError
 from heterodyne.frontend import trace
 from heterodyne.frontend.opaque import opaque, read_count
@@ -154,7 +155,7 @@ def on_ranks(world: World, graph: ModelGraph, plan: Plan, options: dict[str, Any
         _ignore_advice()
         session = session_of(world)
         known = profile(graph, session.cluster, [linear(1e-3)] * world.world_size, reduce=lambda _: 1e-6)
-        strategy = HeterodyneStrategy(plan=plan, session=session, profile=known, **distribution)
+        strategy = HeterodyneStrategy(plan=PlanOptions(plan, profile=known), session=session, **distribution)
         return script(strategy=strategy, **options)
 
 
@@ -238,7 +239,8 @@ def test_a_step_that_no_graph_can_hold_is_run_as_it_is(pool: Pool, tmp_path: Pat
     plain["losses"] = [(one + two) / 2 for one, two in zip(halves, halves, strict=True)]
     plan = plan_of(opaque_graph(), cluster_of(2), [[3, 2], [3]])
     options["folder"] = str(tmp_path / "ranks")
-    for found in pool.run(2, on_ranks, opaque_graph(), plan, options, {"loss_count": "samples"}, timeout_s=200):
+    by_samples = {"loss": LossOptions(loss_count="samples")}
+    for found in pool.run(2, on_ranks, opaque_graph(), plan, options, by_samples, timeout_s=200):
         found["losses"] = found["losses"][1::2]
         require_equal(found, plain)
 

@@ -111,10 +111,13 @@ def session_of(world: World) -> Session:
     )
 
 
-def start(world: World, model: nn.Module, plan: Plan, found: ModelGraph, **more: Any) -> hd.Distributed:
+def start(
+    world: World, model: nn.Module, plan: Plan, found: ModelGraph, *, check_s: float = 10.0, **more: Any
+) -> hd.Distributed:
     here = more.get("session") or session_of(world)
     known = profile(found, here.cluster, [linear(1e-3)] * world.world_size, reduce=lambda _: 1e-6)
-    options = {"loss": loss_of, "optimizer": adamw, "plan": plan, "session": here, "profile": known, **more}
+    found_so = hd.PlanOptions(plan, profile=known, check_s=check_s)
+    options = {"loss": loss_of, "optimizer": adamw, "plan": found_so, "session": here, **more}
     return hd.distribute(model, batch_of(SAMPLES), **options)
 
 
@@ -122,7 +125,7 @@ def loop(world: World, found: ModelGraph, plan: Plan, folder: str) -> dict[str, 
     model = Labelled()
     optimizer = adamw(model.named_parameters())  # as a script has them before
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    with start(world, model, plan, found, optimizer=optimizer, run_dir=Path(folder) / "run") as trainer:
+    with start(world, model, plan, found, optimizer=optimizer, run=Path(folder) / "run") as trainer:
         assert optimizer.state is trainer.optimizer.state
         losses = []
         for step in range(STEPS):
@@ -160,7 +163,7 @@ def test_a_hook_on_a_gradient_is_refused_on_the_ranks_too_that_do_not_hold_it(po
 
 def resumed(world: World, found: ModelGraph, plan: Plan, folder: str) -> tuple[float, int]:
     with start(
-        world, Labelled(), plan, found, run_dir=Path(folder) / "run", resume=True, weights_at_end="none"
+        world, Labelled(), plan, found, run=hd.RunOptions(Path(folder) / "run", resume=True, weights_at_end="none")
     ) as trainer:
         for group in trainer.optimizer.param_groups:
             group["lr"] = trainer.extra["scheduler"]["_last_lr"][0]
@@ -212,7 +215,7 @@ def test_a_loop_under_a_plan_is_that_of_one_device(pool: Pool, tmp_path: Path, n
 
 
 def own_batches(world: World, found: ModelGraph, plan: Plan, differ_at: Sequence[int]) -> str:
-    with start(world, Labelled(), plan, found, weights_at_end="rank0") as trainer:
+    with start(world, Labelled(), plan, found, run=hd.RunOptions(weights_at_end="rank0")) as trainer:
         for step in range(6):
             seed = world.rank + 1 if step in differ_at else 0
             try:
@@ -233,7 +236,7 @@ def test_batches_that_differ_between_ranks_are_noticed_on_every_rank(pool: Pool)
 def changed_between(world: World, found: ModelGraph, plan: Plan) -> str:
     """Rank 0 alone clamps its weights."""
     model = Labelled()
-    with start(world, model, plan, found, weights_at_end="none") as trainer:
+    with start(world, model, plan, found, run=hd.RunOptions(weights_at_end="none")) as trainer:
         trainer.step(batch_of(SAMPLES))
         for weight in model.parameters() if world.rank == 0 else ():
             weight.data = weight.data.clamp(-0.1, 0.1)
@@ -353,11 +356,8 @@ def with_shared_weights(world: World, plan: str) -> list[float]:
         weighted_batch(),
         shared=("weights",),
         optimizer=sgd,
-        plan=plan,
+        plan=hd.PlanOptions(plan, measure_s=0.3, rehearsal_s=0, micro_batch_sizes=(1, 2)),
         session=session_of(world),
-        measure_s=0.3,
-        rehearsal_s=0,
-        micro_batch_sizes=(1, 2),
     ) as trainer:
         return [trainer.step(weighted_batch()).loss for _ in range(2)]
 
@@ -390,10 +390,7 @@ def trained_from_rank_0(world: World) -> float:
         batch,
         optimizer=functools.partial(torch.optim.SGD, lr=0.1),
         session=session_of(world),
-        measure_s=3,
-        rehearsal_s=0,
-        check_s=0,
-        micro_batch_sizes=(1, 2),
+        plan=hd.PlanOptions(measure_s=3, rehearsal_s=0, check_s=0, micro_batch_sizes=(1, 2)),
     ) as trainer:
         return trainer.step(batch).loss
 

@@ -33,8 +33,8 @@ def metric(outputs, batch):
     return 0.0, 1
 def distribute():
     loss = torch.nn.functional.cross_entropy
-    options = dict(plan="equal", measure_s=0.1, rehearsal_s=0.0, check_s=0.0)
-    return hd.distribute(torch.nn.Linear(8, 4), batch, loss=loss, **options)
+    plan = hd.PlanOptions("equal", measure_s=0.1, rehearsal_s=0.0, check_s=0.0)
+    return hd.distribute(torch.nn.Linear(8, 4), batch, loss=loss, plan=plan)
 """
 
 SCRIPTS = {

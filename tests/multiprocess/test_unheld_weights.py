@@ -79,8 +79,9 @@ def start(world: World, model: Taught, plan: Plan, **more: Any) -> hd.Distribute
     known = profile(
         graph(dtype), cluster_of(world.world_size), [linear(1e-3)] * world.world_size, reduce=lambda _: 1e-6
     )
-    options = {"optimizer": functools.partial(torch.optim.AdamW, lr=0.05), "check_s": 0, "session": session_of(world)}
-    return hd.distribute(model, batch_of(dtype=dtype), **{**options, "plan": plan, "profile": known, **more})
+    options = {"optimizer": functools.partial(torch.optim.AdamW, lr=0.05), "session": session_of(world), **more}
+    found_so = hd.PlanOptions(plan, profile=known, check_s=0)
+    return hd.distribute(model, batch_of(dtype=dtype), plan=found_so, **options)
 
 
 USES: dict[str, Callable[[nn.Module, nn.Parameter], Any]] = {

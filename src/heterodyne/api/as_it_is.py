@@ -166,8 +166,8 @@ def _loss_of(
     if found is None:
         raise CaptureError(
             f"{error}\nData parallelism can run the module as it is, once it is known what its loss divides by: pass "
-            "loss_count='samples' for a mean over samples that all count alike, 'sum' for a sum, or a function of a batch, as "
-            "lambda batch: (batch['labels'] != -100).sum() (a job has model.loss_count)"
+            "loss=LossOptions(loss_count='samples') for a mean over samples that all count alike, 'sum' for a sum, or a function of a "
+            "batch, as lambda batch: (batch['labels'] != -100).sum() (a job has model.loss_count; a loss function is passed along)"
         )
     return *found, recount
 

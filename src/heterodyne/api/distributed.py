@@ -473,7 +473,7 @@ class Distributed:
             place = self._run.checkpoints
         else:
             raise CheckpointError(
-                "there is no run directory to keep checkpoints in: pass one to distribute (run_dir=), or a directory here"
+                "there is no run directory to keep checkpoints in: pass one to distribute (run=), or a directory here"
             )
         return Checkpoints(place, keep=keep, agreement=self._session.agreement, say=self._session.say)
 

@@ -9,19 +9,17 @@ from pathlib import Path
 
 from heterodyne.api.job_model import JobModel, capture_job, open_data, settings_of
 from heterodyne.api.measuring import measure_everywhere
+from heterodyne.api.offline import played, require_fitting
 from heterodyne.api.printing import show, show_step, terminal_width
 from heterodyne.api.session import Session, open_session
 from heterodyne.api.settings import Settings
 from heterodyne.cluster.profile import Profile
 from heterodyne.cluster.spec import Cluster
-from heterodyne.cost.model import CostModel
-from heterodyne.cost.recipe import Recipe
-from heterodyne.errors import InfeasibleError, PlanError
+from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
 from heterodyne.plan.bind import bind
 from heterodyne.plan.check import require_valid
-from heterodyne.plan.lower import lower
 from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.precision import in_words, precision_of
@@ -31,8 +29,7 @@ from heterodyne.plan.schedules.csv_file import computing, load_csv
 from heterodyne.plan.schedules.times import Read
 from heterodyne.plan.traffic import Traffic
 from heterodyne.report.faulty_orders import drawn_faults
-from heterodyne.report.simulated import lacking, simulation_rows
-from heterodyne.sim.run import simulate
+from heterodyne.report.simulated import simulation_rows
 from heterodyne.text_files import write_text
 
 __all__ = ["Simulated", "simulate_job"]
@@ -154,15 +151,8 @@ def _tell(
     profile: Profile,
 ) -> None:
     """Play, print, write; on rank 0. Raises InfeasibleError last, for the figures tell how much is lacking."""
-    recipe = Recipe(
-        optimizer=settings.optimizer.name,
-        momentum=settings.optimizer.momentum,
-        precision=plan.precision,
-        bucket_bytes=plan.bucket_bytes,
-    )
-    costs = CostModel(graph=graph, cluster=cluster, profile=profile, recipe=recipe).of(plan)
-    simulation = simulate(lower(plan, graph, cluster), costs)
-    show(*simulation_rows(simulation, plan, cluster, costs.lower_bound_s))
+    simulation, bound_s = played(plan, graph, cluster, profile, settings.optimizer)
+    show(*simulation_rows(simulation, plan, cluster, bound_s))
     timeline = simulation.timeline([device.id for device in cluster.devices])
     show_step(timeline)
     timeline.save(wanted.out)
@@ -170,11 +160,4 @@ def _tell(
     write_text(trace, json.dumps(timeline.to_perfetto(), allow_nan=False))
     sys.stdout.flush()
     session.say(f"wrote {wanted.out} and {trace}")
-    short = lacking(simulation, plan, cluster)
-    if short:
-        raise InfeasibleError(
-            "the plan does not fit:\n  - "
-            + "\n  - ".join(short)
-            + "\nTake smaller micro-batches or a schedule that holds fewer of "
-            "them, recompute blocks of the stage, or give it fewer ops"
-        )
+    require_fitting(simulation, plan, cluster)

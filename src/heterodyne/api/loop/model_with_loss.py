@@ -86,7 +86,9 @@ def with_loss(
     """
     if format.names is not None:
         if withheld:
-            raise CaptureError(f"loss_inputs names {', '.join(withheld)}, and the batch is no mapping: leave it out")
+            raise CaptureError(
+                f"LossOptions(only=) names {', '.join(withheld)}, and the batch is no mapping: leave it out"
+            )
         inputs = format.names[: len(format.names) - (format.target is not None)]
         return ModelWithLoss(model, loss, inputs=inputs, positional=True, target=format.target or format.names[0])
     if isinstance(loss, _Loss):
@@ -97,7 +99,7 @@ def with_loss(
         )
     unknown = [name for name in withheld if name not in batch]
     if unknown:
-        raise CaptureError(f"loss_inputs names {', '.join(unknown)}, and the batch has {', '.join(batch)}")
+        raise CaptureError(f"LossOptions(only=) names {', '.join(unknown)}, and the batch has {', '.join(batch)}")
     accepted = [name for name in _accepted(model, batch) if name not in withheld]
     if not accepted:
         raise CaptureError(

@@ -31,7 +31,7 @@ def gathered_weights(worker: Worker, session: Session, where: WeightsAtEnd) -> M
     if where == "all" and lacking_room(session, worker.graph.parameter_bytes + worker.graph.buffer_bytes) is not None:
         warnings.warn(
             "the hosts have no room for the whole model on every rank, so its weights are in the model of rank 0 alone; "
-            "weights_at_end='rank0' asks for that, trainer.save_pretrained(path) writes them",
+            "RunOptions(weights_at_end='rank0') asks for that, trainer.save_pretrained(path) writes them",
             stacklevel=2,
         )
         where = "rank0"

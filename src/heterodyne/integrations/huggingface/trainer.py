@@ -10,6 +10,7 @@ import inspect
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary
@@ -22,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, has_length
 
 from heterodyne.api import Distributed, distribute
+from heterodyne.api.options import with_options
 from heterodyne.api.session import LONGEST_PHASE_S
 from heterodyne.errors import CheckpointError, DataError, HeterodyneError
 from heterodyne.integrations.first_batch import first_batch, resumed
@@ -223,7 +225,8 @@ class HeterodyneTrainer(Trainer):
         return {**inputs} if items is None else {**inputs, _ITEMS: torch.as_tensor(items)}
 
     def _distribute(self, batch: Mapping[str, Any]) -> Distributed:
-        args, loss, model = self.args, self._loss(), cast(Any, self.model)
+        args, model, told = self.args, cast(Any, self.model), with_options(self._distribution.get("loss"))
+        loss = told.function or self._loss()
         withheld = ("labels",) if self.model_accepts_loss_kwargs else ("labels", _ITEMS)
         kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(args, model)
         require_optimizer(args, kind, options)
@@ -232,14 +235,17 @@ class HeterodyneTrainer(Trainer):
             self._module,
             batch,
             **{
-                "loss": loss,
-                "loss_inputs": tuple(name for name in withheld if loss is not None and name in batch),
                 "optimizer": grouped(kind, decayed, args.weight_decay, options),
                 "global_batch_size": args.train_batch_size,
                 "precision": "bf16" if args.bf16 else "fp32",
                 "clip_grad_norm": args.max_grad_norm or 0.0,
                 "seed": args.seed,
                 **self._distribution,
+                "loss": replace(
+                    told,
+                    function=loss,
+                    only=tuple(name for name in withheld if loss is not None and name in batch),
+                ),
             },
         )
 

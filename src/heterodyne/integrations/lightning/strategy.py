@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from heterodyne.api import Distributed, distribute
 from heterodyne.api.loop.remade_optimizer import by_name, by_number, follow, remade
+from heterodyne.api.options import LossOptions, with_options
 from heterodyne.api.session import LONGEST_PHASE_S, Session, open_session
 from heterodyne.errors import CheckpointError
 from heterodyne.integrations.lightning.accumulation import joined, require_mean
@@ -43,7 +44,7 @@ class PlanStrategy(Strategy):
     """What a strategy of Lightning is under a plan; made one by inheriting from the `Strategy` of the package whose Trainer it is for.
 
     Args:
-        distribution: more arguments of `hd.distribute`, such as ``plan``, ``loss_count`` or ``measure_s``.
+        distribution: more arguments of `hd.distribute`, such as ``plan`` or ``loss=LossOptions(loss_count=...)``.
 
     Raises HeterodyneError at the start of a fit for what no plan can honour, with what to write instead.
     """
@@ -188,7 +189,7 @@ class PlanStrategy(Strategy):
             return self._distributed, self._step
         module: Any = self.lightning_module
         step = self._step = TrainingStep(module, form, self._trainer, more)
-        script, count = self.optimizers[0], self._distribution.get("loss_count")
+        script, count = self.optimizers[0], with_options(self._distribution.get("loss")).loss_count
         names = {id(parameter): name for name, parameter in step.named_parameters()}
         self._groups = [[names[id(p)] for p in group["params"]] for group in script.param_groups]
         with unchanged_random_state():
@@ -204,7 +205,9 @@ class PlanStrategy(Strategy):
                     "clip_grad_norm": self._trainer.gradient_clip_val or 0.0,
                     **self._distribution,
                     "session": self._session,
-                    "loss_count": (lambda named: count(form.batch(named))) if callable(count) else count,
+                    "loss": LossOptions(
+                        loss_count=(lambda named: count(form.batch(named))) if callable(count) else count
+                    ),
                 },
             )
         if all(parameter.device == self.root_device for parameter in step.parameters()):

@@ -1,0 +1,117 @@
+"""Plans and timelines of what is known already: no device is asked, and torch is not loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from heterodyne.arguments import checked_arguments
+from heterodyne.cluster.profile import Profile
+from heterodyne.cluster.spec import Cluster
+from heterodyne.cost.model import CostModel
+from heterodyne.cost.recipe import Recipe
+from heterodyne.errors import HeterodyneError, InfeasibleError
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.job import OptimizerSection
+from heterodyne.plan.bind import bind
+from heterodyne.plan.check import require_valid
+from heterodyne.plan.lower import lower
+from heterodyne.plan.plan import Plan
+from heterodyne.plan.precision import Precisions, precision_of
+from heterodyne.report.simulated import lacking
+from heterodyne.search.planned import Strategy
+from heterodyne.search.planner import plan as search_plan
+from heterodyne.sim.run import Simulation, simulate
+from heterodyne.timeline import Timeline
+
+__all__ = ["find_plan", "played", "require_fitting", "simulate_plan"]
+
+
+@checked_arguments
+def find_plan(
+    graph: ModelGraph,
+    cluster: Cluster,
+    profile: Profile,
+    *,
+    global_batch_size: int,
+    strategy: Strategy = "auto",
+    micro_batch_sizes: Sequence[int] | None = None,
+    optimizer: OptimizerSection | None = None,
+) -> Plan:
+    """Return the fastest plan by prediction for a model on measured devices, or the fastest of one kind of plan.
+
+    Args:
+        graph, profile: of `capture` and `measure_model`; the precision is that of the profile.
+        strategy: as ``plan=`` of `distribute`.
+        micro_batch_sizes: None: those that were measured.
+
+    Raises InfeasibleError if no plan fits, with what each device lacks, or MeasureError if the profile is of other devices.
+    """
+    if strategy not in get_args(Strategy):
+        raise HeterodyneError(f"strategy={strategy!r} is none of {', '.join(get_args(Strategy))}")
+    section = optimizer or OptimizerSection()
+    return search_plan(
+        graph,
+        cluster,
+        profile,
+        global_batch_size=global_batch_size,
+        micro_batch_sizes=micro_batch_sizes,
+        optimizer=section.name,
+        momentum=section.momentum,
+        precision=_measured_precision(cluster, profile),
+        bucket_bytes=None,
+        strategy=strategy,
+    ).plan
+
+
+@checked_arguments
+def simulate_plan(
+    plan: Plan | Path | str,
+    graph: ModelGraph,
+    cluster: Cluster,
+    profile: Profile,
+    *,
+    optimizer: OptimizerSection | None = None,
+) -> Timeline:
+    """Return the timeline of a step under a plan, or under that in a file, as it is predicted.
+
+    Raises PlanError for a plan that cannot run, InfeasibleError where a device lacks memory, MeasureError if the profile is of other
+    devices or in another precision.
+    """
+    bound = bind(plan if isinstance(plan, Plan) else Plan.load(plan), graph, cluster)
+    require_valid(bound, graph, cluster)
+    profile.require({device.id: precision_of(bound.precision, device.kind) for device in cluster.devices})
+    simulation, _ = played(bound, graph, cluster, profile, optimizer or OptimizerSection())
+    require_fitting(simulation, bound, cluster)
+    return simulation.timeline([device.id for device in cluster.devices])
+
+
+def played(
+    plan: Plan, graph: ModelGraph, cluster: Cluster, profile: Profile, optimizer: OptimizerSection
+) -> tuple[Simulation, float]:
+    """Return what a step of a plan does, and the seconds that no plan of these devices is faster than."""
+    recipe = Recipe(
+        optimizer=optimizer.name, momentum=optimizer.momentum, precision=plan.precision, bucket_bytes=plan.bucket_bytes
+    )
+    costs = CostModel(graph=graph, cluster=cluster, profile=profile, recipe=recipe).of(plan)
+    return simulate(lower(plan, graph, cluster), costs), costs.lower_bound_s
+
+
+def require_fitting(simulation: Simulation, plan: Plan, cluster: Cluster) -> None:
+    """Raise InfeasibleError if a device lacks memory for its part of a plan."""
+    short = lacking(simulation, plan, cluster)
+    if short:
+        raise InfeasibleError(
+            "the plan does not fit:\n  - "
+            + "\n  - ".join(short)
+            + "\nTake smaller micro-batches or a schedule that holds fewer of "
+            "them, recompute blocks of the stage, or give it fewer ops"
+        )
+
+
+def _measured_precision(cluster: Cluster, profile: Profile) -> Precisions:
+    """Return the precision in which each kind of device was measured. Raises MeasureError if any was not."""
+    profile.require({d.id: profile.devices[d.id].precision if d.id in profile.devices else "" for d in cluster.devices})
+    found = {device.kind: profile.devices[device.id].precision for device in cluster.devices}
+    return found if len(set(found.values())) > 1 else next(iter(found.values()))
