@@ -358,7 +358,9 @@ def test_a_loop_whose_memory_ends_goes_on_from_what_was_in_memory(
             run=hd.RunOptions(tmp_path / "run", resume=resume),
         ) as trainer:
             assert trainer.steps_done == steps.start
-            return [trainer.step(batch_of(8, seed)).loss for seed in steps]
+            average = trainer.average(0.5)
+            found = [trainer.step(batch_of(8, seed)).loss for seed in steps]
+            return [*found, average.validate([batch_of(8)])["loss"]]
 
     wanted = losses(range(6))
     shutil.rmtree(tmp_path / "run")

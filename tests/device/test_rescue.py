@@ -28,7 +28,7 @@ from multiprocess.test_training_pipelines import SAMPLES, Spread, chain, in_part
 def keep(worker: Worker, folder: Path, step: int) -> None:
     def moment() -> Moment | None:
         held = worker.held()
-        return None if held is None else Moment(step=step, held=held, random=random_state())
+        return None if held is None else Moment(step=step, state=held, random=random_state())
 
     about: dict[str, Any] = {"run": "one", "identity": {}, "plan": worker.plan.dump()}
     rescue = Rescue(folder, rank=worker.rank, size=dist.get_world_size(), moment=moment, still=lambda _: True, **about)

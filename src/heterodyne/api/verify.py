@@ -19,7 +19,7 @@ from heterodyne.runtime.exact.small_batch import without_counts
 from heterodyne.runtime.exact.verify import compare, one_device_gradients
 from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.slices import GlobalBatchLike, union
-from heterodyne.runtime.weights.boxed import assembled, kept_shards
+from heterodyne.runtime.weights.pieces import box_pieces, joined_by_name
 from heterodyne.runtime.worker import Worker
 from heterodyne.search.explain import result_of
 
@@ -111,7 +111,8 @@ def _verified(
     """One step of both; on rank 0, None elsewhere. Collective."""
     loss, gradients = worker.gradients(batch, step)
     # Each piece of a gradient from the rank that answers for it; a rank may hold but a part of the model, or none.
-    gathered = session.communicator.all_gather_object(kept_shards(gradients, worker.ownership, session.rank))
+    own = {name: box_pieces(name, found.cpu(), worker.ownership, session.rank) for name, found in gradients.items()}
+    gathered = session.communicator.all_gather_object({name: of for name, of in own.items() if of is not None})
     if module is None:
         return None
     reference = one_device_gradients(
@@ -125,5 +126,5 @@ def _verified(
         seed=seed,
         step=step,
     )
-    compared = compare(loss, assembled(gathered, worker.ownership.shapes), *reference)
+    compared = compare(loss, joined_by_name(gathered), *reference)
     return Verified(words=words, loss=compared.loss, gradients=dict(compared.gradients))

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -300,11 +300,9 @@ class Engine:
     def _moment(self) -> Moment | None:
         done, generators = self._generators
         held = None if self._extra else self._worker.held()
-        if held is None or held.state["step"] != done:
+        if held is None or held["step"] != done:
             return None
-        pieces = tuple(replace(piece, keys=self._names.own_keys(piece.keys)) for piece in held.pieces)
-        named = replace(held, state=self._names.own_state(held.state), pieces=pieces)
-        return Moment(step=done, held=named, random=random_state(generators))
+        return Moment(step=done, state=self._names.own_state(held), random=random_state(generators))
 
     def _is_still(self, moment: Moment) -> bool:
         return self._worker.held() is not None and self._generators[0] == moment.step

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,7 +43,6 @@ from heterodyne.runtime.stages.stage_builder import Channels, StageBuilder, Stag
 from heterodyne.runtime.step_result import StepResult
 from heterodyne.runtime.weights.average import WeightAverage
 from heterodyne.runtime.weights.between_steps import Sample
-from heterodyne.runtime.weights.held_state import Held
 from heterodyne.runtime.weights.materialise import Stored
 from heterodyne.runtime.weights.optimizer import OptimizerFactory, moves_by_itself
 from heterodyne.runtime.weights.ownership import Ownership
@@ -338,14 +336,13 @@ class Worker:
             lambda: longer_than_planned(self._executor.inputs, self.graph),
         )
 
-    def held(self) -> Held | None:
+    def held(self) -> dict[str, Any] | None:
         """The part of the state after `steps_done` steps that this rank answers for, without asking other ranks; None in the middle of
         an update. From any thread, also while a step waits for others.
         """
-        if self._executor.updating or self._averages or self._loaded:  # averages are in no piece
+        if self._executor.updating:
             return None
-        held = self._model.state.held(self._before)
-        return replace(held, state={**held.state, **self._progress()})
+        return {**self._model.state.held(self._before), **self._progress(), **self._of_averages(WeightAverage.held)}
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -421,12 +418,12 @@ class Worker:
         have drifted apart in the last bits, all ranks but one have copies of what that one holds.
         """
         with self._brought_together():
-            return {**self._model.state.whole(), **self._progress(), **self._of_averages(on_keeper=False)}
+            return {**self._model.state.whole(), **self._progress(), **self._of_averages(WeightAverage.state)}
 
     def own_state(self) -> dict[str, Any]:
         """The part of `state_dict` that this rank answers for; all parts together are the whole. Collective."""
         with self._brought_together():
-            return {**self._model.state.own(), **self._progress(), **self._of_averages(on_keeper=True)}
+            return {**self._model.state.own(), **self._progress(), **self._of_averages(WeightAverage.held)}
 
     @contextmanager
     def _brought_together(self) -> Iterator[None]:
@@ -440,8 +437,10 @@ class Worker:
         with self._variants.writes.excepted():
             self._model.moves.bring_together()
 
-    def _of_averages(self, *, on_keeper: bool) -> dict[str, Any]:
-        found = {str(number): average.state(on_keeper=on_keeper) for number, average in enumerate(self._averages)}
+    def _of_averages(self, of: Callable[[WeightAverage], dict[str, Any]]) -> dict[str, Any]:
+        found = {
+            str(number): of(average) for number, average in {**dict(enumerate(self._averages)), **self._loaded}.items()
+        }
         return {_AVERAGES: found} if found else {}
 
     def average(self, decay: float) -> WeightAverage:

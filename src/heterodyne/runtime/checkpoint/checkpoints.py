@@ -32,12 +32,12 @@ from heterodyne.json_files import read_json
 from heterodyne.runtime.checkpoint.manifest import FileRecord, Manifest, differences, record, write_json
 from heterodyne.runtime.checkpoint.random_state import random_state
 from heterodyne.runtime.checkpoint.state_json import decoded, encoded
-from heterodyne.runtime.checkpoint.state_tree import graft, keys_of, merged, strip
+from heterodyne.runtime.checkpoint.state_tree import graft, keys_of, merged, require_whole, strip
 from heterodyne.runtime.checkpoint.tensor_files import assigned, read_tensors, write_tensors
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.text_files import read_text
 
-__all__ = ["OTHER_DATA", "Checkpoint", "Checkpoints", "Restored", "taken_from"]
+__all__ = ["OTHER_DATA", "Checkpoint", "Checkpoints", "Restored", "own_part", "taken_from"]
 
 OTHER_DATA = (
     "the order of the samples is drawn for all of them together, so with more or fewer of them the run would go on with other ones: "
@@ -135,24 +135,19 @@ class Checkpoints:
         *,
         identity: Mapping[str, Any],
         plan: str,
-        generators: Mapping[str, Any] | None = None,
     ) -> Path:
         """Write a checkpoint. The oldest ones stay until `prune`.
 
         Args:
             step: optimizer steps that were done.
-            state: nested dicts and lists with tensors, or the part of them that this rank has; what several ranks hold under one
-                name must be equal. A rank without any state gives None.
+            state: nested dicts and lists with tensors or `Pieces`, or the part of them that this rank has; what several ranks hold under
+                one name must be equal. A rank without any state gives None.
             identity: what a run must agree in to continue this one, as nested JSON values.
             plan: its text.
-            generators: `random_state` of each rank, by its number; None: of this rank as it is now.
 
         Raises CheckpointError on every rank if any of them cannot write; the earlier checkpoints are then as they were.
         """
-        own = {_STATE: state, _RANDOM: {str(self._ranks.rank): random_state()} if generators is None else generators}
-        if state is None:
-            del own[_STATE]
-        tensors, skeleton = strip(own, _ROOT)
+        tensors, skeleton = own_part(state, {str(self._ranks.rank): random_state()})
         partial = self._ranks.on_rank0(lambda: self._begin(step))
         try:
             parts = self._ranks.gather_or_raise(
@@ -165,7 +160,7 @@ class Checkpoints:
             manifest = Manifest(
                 step=step,
                 identity=dict(identity),
-                world_size=self._ranks.size if generators is None else len(generators),
+                world_size=self._ranks.size,
                 torch=torch.__version__,
                 files={name: file for written in files for name, file in written.items()},
             )
@@ -175,6 +170,30 @@ class Checkpoints:
             if self._ranks.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
+
+    def adopt(
+        self,
+        folder: Path,
+        files: Mapping[str, FileRecord],
+        *,
+        step: int,
+        skeleton: Any,
+        identity: Mapping[str, Any],
+        plan: str,
+        world_size: int,
+    ) -> Path:
+        """Make a checkpoint of files in a folder that ranks have written, each its own part (`own_part`). On one rank.
+
+        Raises ValueError if parts are missing, CheckpointError or OSError if it cannot be written.
+        """
+        require_whole(skeleton)
+        partial = self._begin(step)
+        for name in files:
+            (folder / name).rename(partial / name)
+        manifest = Manifest(
+            step=step, identity=dict(identity), world_size=world_size, torch=torch.__version__, files=dict(files)
+        )
+        return self._finish(partial, manifest, encoded(skeleton), plan)
 
     def prune(self) -> None:
         """Let go of the oldest ones, now that the newest has shown that it is good."""
@@ -313,6 +332,11 @@ class Checkpoints:
         return CheckpointError(
             f"the checkpoint of step {step} cannot be written to {self.directory} ({reason}); {_REMEDY}"
         )
+
+
+def own_part(state: Any, generators: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], Any]:
+    """Return what one rank writes of a checkpoint: its tensors by name, and what holds them. ``state`` None: it has none."""
+    return strip({**({} if state is None else {_STATE: state}), _RANDOM: generators}, _ROOT)
 
 
 @contextmanager

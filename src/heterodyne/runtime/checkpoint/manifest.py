@@ -24,7 +24,7 @@ from heterodyne.text_files import open_regular
 __all__ = ["MANIFEST", "FileRecord", "Manifest", "differences", "record", "write_json"]
 
 MANIFEST = "manifest.json"
-VERSION: Final = 2
+VERSION: Final = 3
 _CHUNK_BYTES = 1 << 20
 _MANIFEST_BYTES = 64 << 20
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=200)]
@@ -59,7 +59,7 @@ class Manifest(_Strict):
         files: every file but the manifest.
     """
 
-    version: Literal[2] = VERSION
+    version: Literal[3] = VERSION
     step: Annotated[int, Field(ge=0)]
     identity: Annotated[dict[str, Any], AfterValidator(_with_sections)]
     world_size: Annotated[int, Field(ge=1)]

@@ -13,37 +13,32 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from heterodyne.errors import CheckpointError
 from heterodyne.json_files import read_json
-from heterodyne.plan.boxes import Slice
-from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
+from heterodyne.runtime.checkpoint.checkpoints import Checkpoints, own_part
 from heterodyne.runtime.checkpoint.manifest import FileRecord, record
 from heterodyne.runtime.checkpoint.state_json import decoded, encoded
-from heterodyne.runtime.checkpoint.state_tree import graft, merged, strip
-from heterodyne.runtime.checkpoint.tensor_files import read_tensors, write_tensors
-from heterodyne.runtime.weights.held_state import Held, Piece, joined
+from heterodyne.runtime.checkpoint.state_tree import merged
+from heterodyne.runtime.checkpoint.tensor_files import write_tensors
 from heterodyne.text_files import write_text
 
 __all__ = ["Moment", "Rescue", "rescued"]
 
 _FOLDER = "rescue"
-_STATE, _RANDOM, _PIECES = "state", "random", "pieces"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Moment:
-    """What a rank holds after ``step`` steps, and the state of its random number generators at that time."""
+    """What a rank holds after ``step`` steps (see `Worker.held`), and the state of its random number generators at that time."""
 
     step: int
-    held: Held
+    state: Mapping[str, Any]
     random: Mapping[str, Any]
 
 
@@ -93,27 +88,13 @@ class Rescue:
         if moment is None:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        pieces = [piece.tensor for piece in moment.held.pieces]
-        own = {_STATE: moment.held.state, _RANDOM: dict(moment.random), _PIECES: pieces}
-        tensors, skeleton = strip(own, f"rank-{self._rank}")
-        about = [
-            {"keys": piece.keys, "shape": piece.shape, "box": piece.box, "range": piece.range}
-            for piece in moment.held.pieces
-        ]
+        tensors, skeleton = own_part(dict(moment.state), {str(self._rank): dict(moment.random)})
         files = {
             name: record(self._folder / name).model_dump() for name in write_tensors(self._folder, self._rank, tensors)
         }
-        content = {**self._about, "step": moment.step, "skeleton": encoded(skeleton), "about": about, "files": files}
+        content = {**self._about, "step": moment.step, "skeleton": encoded(skeleton), "files": files}
         if self._still(moment):
             write_text(self._folder / f"rank-{self._rank}.json", json.dumps(content))
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Part:
-    about: Mapping[str, Any]
-    state: Any
-    random: dict[str, Any]
-    pieces: Sequence[Piece]
 
 
 def rescued(directory: Path) -> tuple[int | None, str]:
@@ -145,43 +126,17 @@ def _assembled(directory: Path, folder: Path) -> int:
     steps = {about["step"] for about in abouts.values()}
     if len(steps) > 1:
         raise ValueError(f"some ranks were behind step {min(steps)}, others behind step {max(steps)}")
-    parts = [_part(folder, about) for _, about in sorted(abouts.items())]
-    state = merged([part.state for part in parts])
-    for keys, tensor in joined(piece for part in parts for piece in part.pieces).items():
-        place = state
-        for key in keys[:-1]:
-            place = place.setdefault(key, {})
-        place[keys[-1]] = tensor
-    step: int = last["step"]
-    Checkpoints(directory).save(
-        step,
-        state,
+    files = {name: FileRecord(**written) for about in abouts.values() for name, written in about["files"].items()}
+    for name, written in files.items():
+        if record(folder / name) != written:
+            raise ValueError(f"{name} has another content than was written")
+    Checkpoints(directory).adopt(
+        folder,
+        files,
+        step=last["step"],
+        skeleton=merged([decoded(about["skeleton"]) for _, about in sorted(abouts.items())]),
         identity=last["identity"],
         plan=last["plan"],
-        generators={str(part.about["rank"]): part.random for part in parts},
+        world_size=last["size"],
     )
-    return step
-
-
-def _part(folder: Path, about: Mapping[str, Any]) -> _Part:
-    for name, written in about["files"].items():
-        if record(folder / name) != FileRecord(**written):
-            raise ValueError(f"{name} has another content than was written")
-    tensors, _ = read_tensors(folder, sorted(about["files"]), lambda _: True)
-    own = graft(decoded(about["skeleton"]), tensors)
-    return _Part(
-        about=about,
-        state=own[_STATE],
-        random=own[_RANDOM],
-        pieces=[_piece(words, tensor) for words, tensor in zip(about["about"], own[_PIECES], strict=True)],
-    )
-
-
-def _piece(words: Mapping[str, Any], tensor: Tensor) -> Piece:
-    return Piece(
-        keys=tuple(words["keys"]),
-        shape=tuple(words["shape"]),
-        box=tuple(Slice(*cut) for cut in words["box"]),
-        range=None if words["range"] is None else (words["range"][0], words["range"][1]),
-        tensor=tensor,
-    )
+    return int(last["step"])

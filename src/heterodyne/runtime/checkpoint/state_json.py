@@ -1,7 +1,8 @@
 """The skeleton of a state as JSON and back: what is beside the tensors, with keys, order and types as they were.
 
 JSON has neither tuples nor keys that are numbers, so what holds others says what it is: ``{"dict": [[key, value], ...]}``,
-``{"list": [...]}``, ``{"tuple": [...]}``; a tensor is ``{"tensor": NAME}``, a number that is not finite ``{"float": "inf"}``.
+``{"list": [...]}``, ``{"tuple": [...]}``; a tensor is ``{"tensor": NAME}``, one in pieces
+``{"pieces": [SHAPE, [[NAME, [[DIM, FIRST, STOP], ...], RANGE], ...]]}``, a number that is not finite ``{"float": "inf"}``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import math
 from typing import Any
 
 from heterodyne.errors import CheckpointError
-from heterodyne.runtime.checkpoint.state_tree import Leaf
+from heterodyne.plan.boxes import Slice
+from heterodyne.runtime.checkpoint.state_tree import Cut, Leaf
+from heterodyne.runtime.weights.pieces import Place
 
 __all__ = ["decoded", "encoded"]
 
@@ -19,6 +22,8 @@ def encoded(skeleton: Any, path: str = "state") -> Any:
     """JSON values. Raises CheckpointError, with the path, for anything but tensors, numbers, text, None, dicts, lists and tuples."""
     if isinstance(skeleton, Leaf):
         return {"tensor": skeleton.name}
+    if isinstance(skeleton, Cut):
+        return {"pieces": [skeleton.shape, [[name, of.box, of.range] for name, of in skeleton.places.items()]]}
     if isinstance(skeleton, dict):
         items = [[_key(key, path), encoded(item, f"{path}.{key}")] for key, item in skeleton.items()]
         return {"dict": items}
@@ -46,6 +51,9 @@ def decoded(value: Any) -> Any:
     ((kind, content),) = value.items()
     if kind == "tensor" and isinstance(content, str):
         return Leaf(content)
+    if kind == "pieces" and isinstance(content, list):
+        shape, pieces = content
+        return Cut(tuple(map(int, shape)), {str(name): _place(box, range) for name, box, range in pieces})
     if kind == "float" and content in ("inf", "-inf", "nan"):
         return float(content)
     if kind in ("list", "tuple") and isinstance(content, list):
@@ -54,6 +62,12 @@ def decoded(value: Any) -> Any:
     if kind == "dict" and isinstance(content, list):
         return dict(_item(item) for item in content)
     raise ValueError(f"a value of the unknown type {kind!r}")
+
+
+def _place(box: Any, range: Any) -> Place:
+    start, stop = range or (0, 0)
+    cuts = tuple(Slice(int(dim), int(first), int(last)) for dim, first, last in box)
+    return Place(cuts, None if range is None else (int(start), int(stop)))
 
 
 def _key(key: Any, path: str) -> Any:

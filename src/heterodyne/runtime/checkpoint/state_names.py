@@ -74,15 +74,6 @@ class StateNames:
             return (part, *path[:2], *map(self.captured, path[2:]))
         return (part, self.captured(path[0]), *path[1:]) if part in ("model", "optimizer") else keys
 
-    def own_keys(self, keys: tuple[str, ...]) -> tuple[str, ...]:
-        """The inverse of `captured_keys`."""
-        part, *path = keys
-        if not self._wrapped or not path or part not in ("model", "optimizer"):
-            return keys
-        if part == "model" and path[0].startswith(_LOSS):
-            return (_LOSS_STATE, path[0].removeprefix(_LOSS), *path[1:])
-        return (part, self.own(path[0]), *path[1:])
-
     def of_factory(self, factory: OptimizerFactory) -> OptimizerFactory:
         """The factory, given the user's names if it takes names."""
         if not self._wrapped or not takes_names(factory):

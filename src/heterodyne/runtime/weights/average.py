@@ -13,6 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from heterodyne.errors import CheckpointError
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.weights.boxed import boxed
+from heterodyne.runtime.weights.held_state import held_pieces
 from heterodyne.runtime.weights.masters import MasterWeights
 from heterodyne.runtime.weights.ownership import Ownership
 from heterodyne.runtime.weights.whole_state import gathered_optimizer, put_own_part
@@ -67,10 +68,16 @@ class WeightAverage:
         for averages, weights in alike.values():
             average(averages, weights, None)
 
-    def state(self, *, on_keeper: bool = False) -> dict[str, Any]:
-        """Return what `load` needs, whole, on every rank, or of each parameter only on the rank that answers for it. Collective."""
+    def state(self) -> dict[str, Any]:
+        """Return what `load` needs, whole, on every rank. Collective."""
         names = [name for name, _ in self._module.named_parameters()]
-        return {"decay": self.decay, "weights": self._gathered(names, on_keeper=on_keeper)}
+        return {"decay": self.decay, "weights": self._gathered(names)}
+
+    def held(self) -> dict[str, Any]:
+        """Return the part of `state` that this rank answers for, what is cut in `Pieces`."""
+        own = {name: {_AVERAGE: part} for name, part in self._own.items()}
+        found = held_pieces(own, self._ownership, self._communicator.rank)
+        return {"decay": self.decay, "weights": {name: values[_AVERAGE] for name, values in found.items()}}
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
@@ -109,8 +116,8 @@ class WeightAverage:
                 tensor.copy_(before[name])
             self._masters.refresh()  # a rank that does not train may have been given the average
 
-    def _gathered(self, names: list[str], *, on_keeper: bool = False) -> dict[str, Tensor]:
+    def _gathered(self, names: list[str]) -> dict[str, Tensor]:
         """Return the averages of these parameters, whole. Collective."""
         own = {name: {_AVERAGE: self._own[name]} for name in names if name in self._own}
-        found = gathered_optimizer(own, self._ownership, self._communicator, names, on_keeper=on_keeper)
+        found = gathered_optimizer(own, self._ownership, self._communicator, names)
         return {name: values[_AVERAGE] for name, values in found.items()}

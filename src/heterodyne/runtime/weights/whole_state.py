@@ -25,7 +25,6 @@ __all__ = [
     "gathered_optimizer",
     "gathered_tensors",
     "held_entries",
-    "kept_model",
     "own_boxes",
     "put_own_part",
     "restored_model",
@@ -42,31 +41,6 @@ def held_entries(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, entry in kept.items() if not (isinstance(entry, Tensor) and entry.is_meta))
 
 
-def kept_model(
-    module: nn.Module, ownership: Ownership, communicator: Communicator, shards: Mapping[str, Tensor] = _NO_SHARDS
-) -> dict[str, Any]:
-    """The entries of ``module.state_dict()`` that this rank answers for, not copied unless they are cut: each is one rank's. Collective.
-
-    ``shards``: what is held of parameters that are sharded, row after row.
-    """
-    values: dict[int, Tensor] = {}
-    for name, tensor in stored_tensors(module):
-        if name in ownership.boxes or _apart(name, ownership):
-            whole = _brought_together(name, shards.get(name, tensor.detach()), ownership, communicator)
-            if ownership.keeper(name) == communicator.rank:
-                values[id(tensor)] = whole
-        elif ownership.keeper(name) == communicator.rank:
-            values[id(tensor)] = tensor.detach()
-    known = {id(tensor) for _, tensor in stored_tensors(module)}
-    kept = module.state_dict(keep_vars=True)
-    first = communicator.rank == ownership.active[0]
-    return {
-        name: values.get(id(entry), entry)
-        for name, entry in kept.items()
-        if id(entry) in values or (id(entry) not in known and first)
-    }
-
-
 def gathered_model(
     module: nn.Module,
     ownership: Ownership,
@@ -77,7 +51,8 @@ def gathered_model(
 ) -> dict[str, Any]:
     """What ``module.state_dict()`` would be, with every value from its keeper; ``on`` one rank (nothing on the others), or on all.
 
-    Collective. What this rank is the keeper of is not copied, unless it is cut.
+    Collective. What this rank is the keeper of is not copied, unless it is cut. ``shards``: what is held of parameters that are sharded,
+    row after row.
     """
     tensors = gathered_tensors(module, ownership, communicator, shards, on=on)
     if on is not None and on != communicator.rank:
@@ -149,10 +124,8 @@ def gathered_optimizer(
     ownership: Ownership,
     communicator: Communicator,
     names: Iterable[str],
-    *,
-    on_keeper: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """The optimizer's state of each parameter on every rank, or only ``on_keeper``. Collective.
+    """The optimizer's state of each parameter on every rank. Collective.
 
     ``own``: what is held here; ``names``: which parameters.
     """
@@ -183,7 +156,7 @@ def gathered_optimizer(
             else:
                 stand_in = torch.empty(shape[0], dtype=shape[1], device="meta")
                 values[key] = _from_keeper(held if isinstance(held, Tensor) else stand_in, teller, communicator)
-        if values and (not on_keeper or ownership.keeper(name) == communicator.rank):
+        if values:
             gathered[name] = values
     return gathered
 
@@ -215,7 +188,7 @@ def restored_model(
     rank: int,
     shards: Mapping[str, Tensor] = _NO_SHARDS,
 ) -> None:
-    """Take what is held here from a whole state. Raises CheckpointError if something is missing. ``shards``: see `kept_model`."""
+    """Take what is held here from a whole state. Raises CheckpointError if something is missing. ``shards``: see `gathered_model`."""
     kept = module.state_dict(keep_vars=True)
     names = {id(tensor): name for name, tensor in stored_tensors(module)}
     for name, entry in kept.items():
@@ -232,7 +205,7 @@ def restored_model(
 def put_own_part(
     name: str, tensor: Tensor, whole: Tensor, ownership: Ownership, rank: int, shards: Mapping[str, Tensor] = _NO_SHARDS
 ) -> None:
-    """Set what this rank holds of a parameter or buffer to its part of a ``whole`` value. ``shards``: see `kept_model`."""
+    """Set what this rank holds of a parameter or buffer to its part of a ``whole`` value. ``shards``: see `gathered_model`."""
     part, own = boxed(whole, ownership.box(rank, name)), shards.get(name)
     if own is None:
         tensor.copy_(part)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from heterodyne.errors import CheckpointError
 from heterodyne.runtime.comm.communicator import Communicator
-from heterodyne.runtime.weights.held_state import Held, held_state
+from heterodyne.runtime.weights.held_state import held_state
 from heterodyne.runtime.weights.masters import MasterWeights
 from heterodyne.runtime.weights.materialise import stored_tensors
 from heterodyne.runtime.weights.optimizer import load_state_by_name, require_kept_by_name, state_by_name
@@ -23,7 +22,6 @@ from heterodyne.runtime.weights.whole_state import (
     gathered_optimizer,
     gathered_tensors,
     held_entries,
-    kept_model,
     own_boxes,
     put_own_part,
     restored_model,
@@ -94,26 +92,15 @@ class WorkerState:
         }
 
     def own(self) -> dict[str, Any]:
-        """The part that this rank answers for; all parts together are the whole. Collective, and nothing is copied.
+        """The part that this rank writes into a checkpoint; all parts together are the whole. Collective, and nothing is copied.
 
-        Where every rank has the whole model, and the same one, each gives all of it.
+        Where every rank has the whole model, and the same one, each gives all of it, so that the writing can be shared out.
         """
-        if self._alike:
-            return self.whole()
-        self._lead()
-        rank, own = self._communicator.rank, self._of_optimizer()
-        apart = [n for n in self._trained if n in self._ownership.boxes or n in self._ownership.shards]
-        together = gathered_optimizer(own, self._ownership, self._communicator, apart, on_keeper=True)
-        own = {name: values for name, values in own.items() if name not in apart}
-        return {
-            **self._options(),
-            "model": kept_model(self._module, self._ownership, self._communicator, self._shards),
-            "optimizer": together | {n: v for n, v in own.items() if self._ownership.keeper(n) == rank},
-        }
+        return self.whole() if self._alike else self.held({})
 
-    def held(self, before: Mapping[str, Tensor]) -> Held:
-        """The part that this rank answers for and has; nothing is asked of others, and nothing is copied. ``before``: buffers as they
-        were.
+    def held(self, before: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The part that this rank answers for and has, what is cut in `Pieces`; nothing is asked of others, and nothing is copied.
+        ``before``: buffers as they were.
         """
         held = held_state(
             self._module,
@@ -123,7 +110,7 @@ class WorkerState:
             shards=self._shards,
             before=before,
         )
-        return replace(held, state={**held.state, **self._options()})
+        return {**held, **self._options()}
 
     def weights(self, on: int | None = 0) -> dict[str, Any]:
         """Return the whole model's state dict on one rank, nothing on the others; None: on all. Collective."""
