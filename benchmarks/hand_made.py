@@ -12,10 +12,9 @@ from heterodyne.cost.model import CostModel
 from heterodyne.cost.recipe import Recipe
 from heterodyne.graph.cut import crossings
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.plan.lower import lower
+from heterodyne.plan.lower import Lowered, lower
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Layout, Pipeline, Plan, Region, Stage
-from heterodyne.plan.program import Program
 from heterodyne.plan.schedules.best import best_orders
 from heterodyne.plan.schedules.times import StageTimes
 from heterodyne.sim.run import Simulation, simulate
@@ -185,26 +184,24 @@ class Rig:
         from heterodyne.api.preparation import prepare
 
         prepared = prepare(self.session, self.captured, self.whole, self.settings)
-        return replace(self, profile=prepared.profile), prepared.plan
+        return replace(self, profile=prepared.profile), prepared.lowered.plan
 
     def agreed(self, plan: Plan) -> Plan:
         """The plan of rank 0, on every rank. Collective."""
         return Plan.parse(self.session.communicator.broadcast_object(plan.dump(), 0))
 
-    def program(self, plan: Plan) -> Program:
+    def lowered(self, plan: Plan) -> Lowered:
         return lower(plan, self.captured.graph, self.session.cluster, clip=False)
 
     def predicted(self, plan: Plan) -> Simulation:
-        return simulate(self.program(plan), self.costs.of(plan))
+        return simulate(self.lowered(plan).program, self.costs.of(plan))
 
     def worker(self, plan: Plan, model: nn.Module) -> Worker:
         """Collective."""
         from heterodyne.api.rank_worker import make_worker
         from heterodyne.api.settings import Prepared
 
-        prepared = Prepared(
-            captured=self.captured, profile=self.profile, plan=plan, program=self.program(plan), planned=None
-        )
+        prepared = Prepared(captured=self.captured, profile=self.profile, lowered=self.lowered(plan), planned=None)
         return make_worker(
             self.session,
             prepared,

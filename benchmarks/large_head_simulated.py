@@ -164,7 +164,7 @@ def seconds_of(ops: Sequence[Op], size: int, *, backward: bool) -> float:
 
 
 def simulated(plan: Plan, costs: CostModel) -> float:
-    return simulate(lower(plan, costs.graph, costs.cluster, clip=False), costs.of(plan)).step_s
+    return simulate(lower(plan, costs.graph, costs.cluster, clip=False).program, costs.of(plan)).step_s
 
 
 if __name__ == "__main__":

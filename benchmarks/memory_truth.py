@@ -176,7 +176,7 @@ def compared(world: World, model: str, spread: Spread, more: dict[str, Any], pro
     section = OptimizerSection(name=more.pop("optimizer"), lr=1e-3, momentum=0.9)
     recipe = Recipe(optimizer=section.name, precision=more["precision"], bucket_bytes=more["bucket_bytes"])
     plan = staged_plan(graph, cluster, spread[1], spread[0], **more)
-    program = lower(plan, graph, cluster, clip=True)
+    lowered = lower(plan, graph, cluster, clip=True)
     communicator = Communicator(rank=world.rank, world_size=world.world_size, device=device)
     costs = CostModel(
         graph=graph,
@@ -186,15 +186,13 @@ def compared(world: World, model: str, spread: Spread, more: dict[str, Any], pro
         memory=MemoryAssumptions(fragmentation=0.0),
     )
     own = cluster.devices[world.rank].id
-    predicted = simulate(program, costs.of(plan)).peak_bytes[world.rank] - costs.memory_use(own, 0).context
+    predicted = simulate(lowered.program, costs.of(plan, lowered.weights)).peak_bytes[world.rank]
+    predicted -= costs.memory_use(own, 0).context
     gc.collect()  # what the worker before this one has left in cycles
     before = torch.accelerator.memory_allocated(device)
     worker = Worker(
         traced.__wrapped__(model)[0],
-        graph=graph,
-        plan=plan,
-        program=program,
-        cluster=cluster,
+        lowered=lowered,
         communicator=communicator,
         loss_count=captured.loss_count,
         optimizer=section,

@@ -287,10 +287,7 @@ def worker_of(world: World, plan: Plan, graph: ModelGraph, cluster: Cluster, cou
     module, (_, captured, _) = sleeping(), traced()
     return Worker(
         module,
-        graph=graph,
-        plan=plan,
-        program=lower(plan, graph, cluster, clip=True),
-        cluster=cluster,
+        lowered=lower(plan, graph, cluster, clip=True),
         communicator=Communicator(rank=world.rank, world_size=world.world_size, device=torch.device(world.device)),
         loss_count=count,
         optimizer=OptimizerSection(lr=1e-4),

@@ -220,13 +220,13 @@ def worker(options: argparse.Namespace, size: Size) -> None:
         if prepared.planned is not None:
             chosen = prepared.planned.chosen
             fits = any(fits_whole(c) for c in prepared.planned.candidates)
-            plans[CHOSEN] = (chosen.name, prepared.plan.dump())
+            plans[CHOSEN] = (chosen.name, prepared.lowered.plan.dump())
             rehearsed += [CHOSEN] if chosen.rehearsed_s is not None else []
             weighed = [c for c in prepared.planned.candidates if serves(c.kind, "auto")]
             others = {
                 identity(c.plan): c
                 for c in sorted(weighed, key=lambda c: -c.weighed_s)
-                if c.plan is not None and identity(c.plan) != identity(prepared.plan)
+                if c.plan is not None and identity(c.plan) != identity(prepared.lowered.plan)
             }
             near = [c for c in others.values() if c.step_s is not None and c.step_s <= _FAR * (chosen.step_s or 0.0)]
             best = sorted(near, key=lambda c: c.weighed_s)[: size.others]

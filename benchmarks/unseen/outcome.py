@@ -184,10 +184,7 @@ def train(
         module = family.module()
         worker = Worker(
             module,
-            graph=captured.graph,
-            plan=plan,
-            program=lower(plan, captured.graph, cluster, clip=False),
-            cluster=cluster,
+            lowered=lower(plan, captured.graph, cluster, clip=False),
             communicator=Communicator(rank=rank, world_size=world, device=torch.device("cpu")),
             loss_count=captured.loss_count,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM),

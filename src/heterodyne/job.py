@@ -32,6 +32,7 @@ __all__ = [
     "OptimizerName",
     "OptimizerSection",
     "ParallelismSection",
+    "Reach",
     "TrainingSection",
     "decisive",
 ]
@@ -41,6 +42,8 @@ Positive = Annotated[Whole, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Below1 = Annotated[float, Field(ge=0, lt=1)]
 OptimizerName = Literal["adamw", "adamw8bit", "sgd", "adafactor"]
+Reach = Literal["element", "weight", "model"]
+"""What the update of an element may depend on."""
 
 
 class ModelSection(Section):
@@ -222,9 +225,9 @@ class OptimizerSection(Section):
     schedule_steps: Positive | None = None
 
     @property
-    def whole_weights(self) -> bool:
-        """Whether the update of an element depends on its whole weight."""
-        return self.name in ("adafactor", "adamw8bit")
+    def reach(self) -> Reach:
+        """What the update of an element depends on."""
+        return "weight" if self.name in ("adafactor", "adamw8bit") else "element"
 
 
 class ParallelismSection(Section):

@@ -130,6 +130,6 @@ def test_where_only_the_graph_is_wrong_plans_run_the_module() -> None:
         )  # type: ignore[arg-type]  # as in a file
         return Plan(model=graph.fingerprint, cluster=cluster.fingerprint, global_batch_size=6, pipelines=(pipeline,))
 
-    require_module(verdict, plan(0), lower(plan(0), graph, cluster))
+    require_module(verdict, plan(0), lower(plan(0), graph, cluster).program)
     with pytest.raises(VerifyError, match="the plan cuts the model"):
-        require_module(verdict, plan(0, 2), lower(plan(0, 2), graph, cluster))
+        require_module(verdict, plan(0, 2), lower(plan(0, 2), graph, cluster).program)

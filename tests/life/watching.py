@@ -46,10 +46,7 @@ def watching(world: World) -> tuple[float, float]:
     plan = plan_of(captured.graph, cluster, tuple((8 // world.world_size,) for _ in range(world.world_size)))
     worker = Worker(
         model,
-        graph=captured.graph,
-        plan=plan,
-        program=lower(plan, captured.graph, cluster, clip=False),
-        cluster=cluster,
+        lowered=lower(plan, captured.graph, cluster, clip=False),
         communicator=Communicator(rank=world.rank, world_size=world.world_size, device=torch.device("cpu")),
         loss_count=captured.loss_count,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),

@@ -124,10 +124,7 @@ def worker_of(world: World, plan: Plan, found: ModelGraph) -> Worker:
     here = cluster_of(world.world_size)
     return Worker(
         Words(),
-        graph=found,
-        plan=plan,
-        program=lower(plan, found, here),
-        cluster=here,
+        lowered=lower(plan, found, here),
         communicator=Communicator(rank=world.rank, world_size=world.world_size, device=torch.device("cpu")),
         loss_count=read_count(counted),
         optimizer=optimizer,

@@ -236,10 +236,7 @@ def worker_for(world: World, kind: str, module: nn.Module, captured: Captured) -
     plan, cluster = plan_for(kind, captured, world.world_size), cluster_of(world.world_size)
     return Worker(
         module,
-        graph=captured.graph,
-        plan=plan,
-        program=lower(plan, captured.graph, cluster, clip=False),
-        cluster=cluster,
+        lowered=lower(plan, captured.graph, cluster, clip=False),
         communicator=Communicator(rank=world.rank, world_size=world.world_size, device=torch.device("cpu")),
         loss_count=captured.loss_count,
         optimizer=sgd,

@@ -48,10 +48,7 @@ def _worker(
     plan = plan_of(graph, cluster, shares, bucket_bytes=200)
     return Worker(
         module,
-        graph=graph,
-        plan=plan,
-        program=lower(plan, graph, cluster, clip=False),
-        cluster=cluster,
+        lowered=lower(plan, graph, cluster, clip=False),
         communicator=Communicator(rank=world.rank, world_size=world.world_size, device=CPU),
         loss_count=count,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.05),

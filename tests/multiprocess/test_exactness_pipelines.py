@@ -16,11 +16,11 @@ from torch import Tensor
 
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.boxes import Box
-from heterodyne.plan.buckets import planned_buckets
 from heterodyne.plan.kept import names_of
 from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.best import best_orders
 from heterodyne.plan.schedules.times import StageTimes
+from heterodyne.plan.weights import PlannedWeights
 from heterodyne.runtime.exact.verify import compare, one_device_gradients
 from heterodyne.runtime.weights.boxed import boxed
 from multiprocess.models import BRANCHED, MIXING, build, captured
@@ -247,7 +247,7 @@ def replicas(draw: st.DrawFn, graph: ModelGraph) -> Spread:
 def share_weights(graph: ModelGraph, world: int, pipelines: Sequence[PipelineOf]) -> bool:
     """Whether any two ranks hold the same weight: stages that read none may have several ranks, and nothing to share out."""
     plan = staged_plan(graph, cluster_of(world, None), pipelines, "1F1B")
-    return any(len(bucket.owners) > 1 for bucket in planned_buckets(plan, graph))
+    return any(len(bucket.owners) > 1 for bucket in PlannedWeights.of(plan, graph).buckets)
 
 
 def within(examples: int) -> settings:

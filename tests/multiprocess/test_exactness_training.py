@@ -15,8 +15,8 @@ from heterodyne.errors import DataError
 from heterodyne.frontend import trace
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
+from heterodyne.plan.placement import Placement
 from heterodyne.runtime.exact.verify import compare, one_device_gradients
-from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.weights.optimizer import learning_rate, make_optimizer, norms_and_biases
 from multiprocess.models import MIXING, NAMES, Case, build, captured
 from multiprocess.pool import Pool, World

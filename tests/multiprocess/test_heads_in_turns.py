@@ -68,10 +68,7 @@ def trained(world: World, zero: int) -> tuple[list[float], dict[str, Tensor]]:
     plan = staged_plan(graph, cluster, stages(zero), "1F1B", bucket_bytes=64, zero=zero)
     worker = Worker(
         model,
-        graph=graph,
-        plan=plan,
-        program=lower(plan, graph, cluster, clip=True),
-        cluster=cluster,
+        lowered=lower(plan, graph, cluster, clip=True),
         communicator=Communicator(rank=world.rank, world_size=3, device=CPU),
         loss_count=count,
         optimizer=optimizer_of,

@@ -129,10 +129,7 @@ def train(world: World, run: Path, shares: Sequence[int | None], resume: bool, s
     with Communicator(rank=world.rank, world_size=world.world_size, device=device) as communicator:
         worker = Struck(
             Tiny(),
-            graph=captured().graph,
-            plan=plan,
-            program=lower(plan, captured().graph, machines),
-            cluster=machines,
+            lowered=lower(plan, captured().graph, machines),
             communicator=communicator,
             loss_count=captured().loss_count,
             optimizer=JOB.optimizer,

@@ -110,7 +110,7 @@ def worker_under(
         seed=SEED,
         bucket_bytes=bucket_bytes,
         zero=zero,
-        whole_weights=optimizer.whole_weights,
+        reach=optimizer.reach,
     )
     return worker, case.batch
 
@@ -291,7 +291,7 @@ def of_whole_weights(world: World, graph: ModelGraph, spread: Spread, name: str,
     case = build(graph, SAMPLES)
     optimizer = FACTORIES[name]
     worker = staged_worker(
-        world, case, spread[1], spread[0], clip=CLIP, optimizer=optimizer, seed=SEED, zero=zero, whole_weights=True
+        world, case, spread[1], spread[0], clip=CLIP, optimizer=optimizer, seed=SEED, zero=zero, reach="weight"
     )
     losses = [worker.step(case.batch).loss for _ in range(STEPS)]
     state = worker.state_dict()

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
+from heterodyne.plan.placement import Placement
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
 from heterodyne.runtime.checkpoint.export import WEIGHTS, export_model
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.exact.verify import compare, one_device_gradients
-from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.weights.optimizer import learning_rate, make_optimizer, norms_and_biases
 from heterodyne.runtime.worker import Worker
 from multiprocess.models import Case, build, captured

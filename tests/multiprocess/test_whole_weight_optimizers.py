@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.plan.placement import Placement
 from heterodyne.plan.plan import Plan
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.exact.verify import compare, one_device_gradients
-from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.worker import Worker
 from multiprocess.models import build, captured
 from multiprocess.pool import Pool, World

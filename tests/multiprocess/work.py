@@ -13,7 +13,7 @@ from heterodyne.api.stage_cutting import StageCutter, again_of
 from heterodyne.cluster.spec import Cluster, Device
 from heterodyne.frontend import Captured
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.job import OptimizerSection
+from heterodyne.job import OptimizerSection, Reach
 from heterodyne.plan.lower import lower
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Axis, Exchange, Layout, Pipeline, Plan, Region, Stage
@@ -75,10 +75,7 @@ def worker_of(
     device = torch.device(cluster.devices[world.rank].backend)
     return Worker(
         case.module,
-        graph=case.graph,
-        plan=plan,
-        program=lower(plan, case.graph, cluster, clip=clip > 0),
-        cluster=cluster,
+        lowered=lower(plan, case.graph, cluster, clip=clip > 0),
         communicator=Communicator(rank=world.rank, world_size=world.world_size, device=device),
         loss_count=case.count,
         optimizer=optimizer or OptimizerSection(lr=1e-2, warmup_steps=2),
@@ -199,6 +196,7 @@ def staged_worker(
     watch: Watch | None = None,
     capture: Captured | None = None,
     zero: int = 0,
+    reach: Reach = "element",
     programs: Any = None,
     **more: Any,
 ) -> Worker:
@@ -208,10 +206,7 @@ def staged_worker(
     )
     return Worker(
         case.module,
-        graph=case.graph,
-        plan=plan,
-        program=lower(plan, case.graph, cluster, clip=clip > 0),
-        cluster=cluster,
+        lowered=lower(plan, case.graph, cluster, clip=clip > 0, reach=reach),
         communicator=communicator
         or Communicator(rank=world.rank, world_size=world.world_size, device=torch.device(world.device)),
         loss_count=case.count if capture is None else capture.loss_count,

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.plan.placement import Placement, RankRole
 from heterodyne.runtime.evaluation import evaluation_parts
-from heterodyne.runtime.placement import Placement, RankRole
 
 sizes = st.lists(st.lists(st.integers(1, 5), max_size=4), min_size=1, max_size=6).filter(lambda s: any(s))
 

@@ -53,10 +53,7 @@ def test_the_latest_shapes_are_kept_and_the_remedy_is_told_once(monkeypatch: pyt
     plan = staged_plan(captured.graph, cluster, (PipelineOf((2, 2), stages),), "GPipe")
     worker = Worker(
         model,
-        graph=captured.graph,
-        plan=plan,
-        program=lower(plan, captured.graph, cluster, clip=False),
-        cluster=cluster,
+        lowered=lower(plan, captured.graph, cluster, clip=False),
         communicator=Communicator(rank=0, world_size=1, device=torch.device("cpu")),
         loss_count=captured.loss_count,
         optimizer=OptimizerSection(lr=0.1),

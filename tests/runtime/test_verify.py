@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
+from heterodyne.plan.placement import Placement
 from heterodyne.runtime.exact.verify import compare, one_device_gradients
-from heterodyne.runtime.placement import Placement
 from multiprocess.models import build, captured
 from multiprocess.work import cluster_of, plan_of
 

@@ -114,7 +114,7 @@ class Distributed:
     @property
     def plan(self) -> Plan:
         """Who does what."""
-        return self._prepared.plan
+        return self._prepared.lowered.plan
 
     @property
     def graph(self) -> ModelGraph:

@@ -145,7 +145,6 @@ def distribute(
             clip_grad_norm=clip_grad_norm,
             recorder=recorder,
             compile=compile,
-            whole_weights=captured.settings.reach.reach != "element",
         )
         if isinstance(source.optimizer, Optimizer):
             take_over(source.optimizer, worker.optimizer)

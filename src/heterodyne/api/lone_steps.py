@@ -45,10 +45,7 @@ def lone_steps(
         ):
             worker = Worker(
                 whole.build(session.device),
-                graph=graph,
-                plan=plan,
-                program=lower(plan, graph, cluster, clip=False),
-                cluster=cluster,
+                lowered=lower(plan, graph, cluster, clip=False),
                 communicator=alone,
                 loss_count=captured.loss_count,
                 optimizer=optimizer,

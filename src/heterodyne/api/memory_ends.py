@@ -13,7 +13,6 @@ from heterodyne.api.settings import Prepared
 from heterodyne.errors import HeterodyneError, InfeasibleError, OutOfMemoryError
 from heterodyne.runtime.checkpoint.rescue import rescued
 from heterodyne.runtime.out_of_memory import told_with_stage
-from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.records.run_directory import RunDirectory
 from heterodyne.runtime.records.shortages import Shortage, note_shortage, read_shortages
 
@@ -54,9 +53,9 @@ def rescued_if_memory_ends(session: Session, rescue: Callable[[], None]) -> Iter
 @contextmanager
 def told_while_building(session: Session, prepared: Prepared) -> Iterator[None]:
     """Out of memory while the model itself is placed is reported as in a step."""
-    role = Placement.of(prepared.plan, session.cluster).places[session.rank]
-    graph = prepared.captured.graph
-    with told_with_stage(session.device, prepared.plan, graph, role, None, lambda: "building the model"):
+    lowered = prepared.lowered
+    role = lowered.placement.places[session.rank]
+    with told_with_stage(session.device, lowered.plan, lowered.graph, role, None, lambda: "building the model"):
         yield
 
 

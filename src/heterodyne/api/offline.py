@@ -94,8 +94,9 @@ def played(
     recipe = Recipe(
         optimizer=optimizer.name, momentum=optimizer.momentum, precision=plan.precision, bucket_bytes=plan.bucket_bytes
     )
-    costs = CostModel(graph=graph, cluster=cluster, profile=profile, recipe=recipe).of(plan)
-    return simulate(lower(plan, graph, cluster), costs), costs.lower_bound_s
+    lowered = lower(plan, graph, cluster)
+    costs = CostModel(graph=graph, cluster=cluster, profile=profile, recipe=recipe).of(plan, lowered.weights)
+    return simulate(lowered.program, costs), costs.lower_bound_s
 
 
 def require_fitting(simulation: Simulation, plan: Plan, cluster: Cluster) -> None:

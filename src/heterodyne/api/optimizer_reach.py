@@ -11,10 +11,10 @@ from heterodyne.api.session import Session
 from heterodyne.errors import PlanError
 from heterodyne.frontend.faults import line_now
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.job import OptimizerSection
+from heterodyne.job import OptimizerSection, Reach
 from heterodyne.plan.plan import Plan
 from heterodyne.runtime.weights.optimizer import OptimizerFactory
-from heterodyne.runtime.weights.optimizer_probe import Reach, left_out, reach_of
+from heterodyne.runtime.weights.optimizer_probe import left_out, reach_of
 from heterodyne.search.planned import Strategy
 
 __all__ = ["OptimizerReach", "reach_everywhere", "reach_of_section", "require_within_reach", "strategy_within_reach"]
@@ -60,7 +60,11 @@ class OptimizerReach:
 
 def reach_of_section(section: OptimizerSection) -> OptimizerReach:
     """Of an optimizer that is asked for by name."""
-    return OptimizerReach(reach="weight", name=section.name.capitalize()) if section.whole_weights else OptimizerReach()
+    return (
+        OptimizerReach()
+        if section.reach == "element"
+        else OptimizerReach(reach=section.reach, name=section.name.capitalize())
+    )
 
 
 def reach_everywhere(

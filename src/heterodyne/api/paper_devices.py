@@ -51,5 +51,5 @@ def planned_by_device(job: Job, fleet: Fleet, graph: ModelGraph) -> Planned:
         bucket_bytes=None if buckets == "auto" else buckets,
         clip=job.training.clip_grad_norm > 0,
         strategy=job.parallelism.strategy,
-        whole_weights=job.optimizer.whole_weights,
+        reach=job.optimizer.reach,
     )

@@ -29,6 +29,6 @@ def plan_job(
                 sys.stdout.write(result_json(result, session.cluster))
             else:
                 show_result(result, session.cluster)
-            prepared.plan.save(out)
+            prepared.lowered.plan.save(out)
             session.say(f"wrote {out}")
     return 0

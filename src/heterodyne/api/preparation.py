@@ -152,7 +152,7 @@ class _Planning:
             given=self.given,
             rehearsed=rehearsed or {},
             near=near,
-            whole_weights=settings.reach.reach != "element",
+            reach=settings.reach.reach,
         )
 
     def look(self, known: Profile) -> Profile:
@@ -184,8 +184,8 @@ class _Planning:
         return self.captured.block(_stage(ops))
 
     def prepared(self, profile: Profile, plan: Plan, planned: Planned | None) -> Prepared:
-        program = lower(plan, self.captured.graph, self.session.cluster)
-        return Prepared(captured=self.captured, profile=profile, plan=plan, program=program, planned=planned)
+        lowered = lower(plan, self.captured.graph, self.session.cluster, reach=self.settings.reach.reach)
+        return Prepared(captured=self.captured, profile=profile, lowered=lowered, planned=planned)
 
     def rehearsal_workers(self, profile: Profile) -> Callable[[Plan], Worker]:
         """Workers on copies of the model, with rank 0's weights; as those of the run, but for the rate of learning."""
@@ -250,7 +250,7 @@ def _heeding(
     if not verdict.module_only:
         return settings
     if given is not None:
-        require_module(verdict, given, lower(given, captured.graph, session.cluster))
+        require_module(verdict, given, lower(given, captured.graph, session.cluster).program)
         return settings
     strategy = strategy_of_module(verdict, settings.parallelism.strategy, captured.graph)
     return _with_strategy(settings, strategy)

@@ -41,7 +41,6 @@ def make_worker(
     clip_grad_norm: float,
     recorder: Recorder | None = None,
     compile: bool = False,
-    whole_weights: bool = False,
     stored: Stored | None = None,
     weights: Iterable[tuple[str, Tensor]] | None = None,
 ) -> Worker:
@@ -54,19 +53,14 @@ def make_worker(
         model.compile()
     worker = Worker(
         module,
-        graph=prepared.captured.graph,
-        plan=prepared.plan,
-        program=prepared.program,
-        cluster=session.cluster,
+        lowered=prepared.lowered,
         communicator=session.communicator,
-        loss_count=prepared.captured.loss_count,
+        loss_count=captured.loss_count,
         optimizer=optimizer,
         total_steps=total_steps,
         seed=seed,
         clip_grad_norm=clip_grad_norm,
-        host_activation_bytes=host_activation_bytes(
-            prepared.plan, prepared.program, captured.graph, session.cluster, prepared.profile
-        )[session.rank],
+        host_activation_bytes=host_activation_bytes(prepared.lowered, prepared.profile)[session.rank],
         recorder=recorder,
         watch=session.watchdog,
         stage_programs=StageCutter(captured, module) if isinstance(captured, Captured) else None,
@@ -74,7 +68,6 @@ def make_worker(
         left=captured.left,
         compiled=None if module is model else model,
         compile_stages=compile,
-        whole_weights=whole_weights or (isinstance(optimizer, OptimizerSection) and optimizer.whole_weights),
         stored=stored,
         weights=weights,
         say=session.say,

@@ -44,7 +44,7 @@ def write_plan_files(run: RunDirectory, session: Session, prepared: Prepared) ->
         write_text(run.cluster, cluster_to_json(session.cluster))
         write_text(run.candidates, json.dumps(candidate_lines(result_of(planned)), indent=1) + "\n")
         planned.simulation.timeline([device.id for device in session.cluster.devices]).save(run.timeline("simulated"))
-        prepared.plan.save(run.plan)
+        prepared.lowered.plan.save(run.plan)
         prepared.profile.save(run.profile)  # last: a run that has it has the others
     except OSError as error:
         raise HeterodyneError(

@@ -8,9 +8,8 @@ from heterodyne.api.optimizer_reach import OptimizerReach
 from heterodyne.cluster.profile import Profile
 from heterodyne.frontend import CapturedModel
 from heterodyne.job import OptimizerSection, ParallelismSection
-from heterodyne.plan.plan import Plan
+from heterodyne.plan.lower import Lowered
 from heterodyne.plan.precision import Precisions
-from heterodyne.plan.program import Program
 from heterodyne.search.planned import Planned
 
 __all__ = ["Prepared", "Settings"]
@@ -40,6 +39,5 @@ class Prepared:
 
     captured: CapturedModel
     profile: Profile
-    plan: Plan
-    program: Program
+    lowered: Lowered
     planned: Planned | None

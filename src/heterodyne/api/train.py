@@ -259,7 +259,7 @@ def _train(
         worker=worker,
         data=data,
         job=job,
-        plan=prepared.plan,
+        plan=prepared.lowered.plan,
         run=run,
         agreement=session.agreement,
         reporter=reporter,

@@ -12,12 +12,12 @@ from heterodyne.api.preparation import prepare
 from heterodyne.api.printing import show, show_result
 from heterodyne.api.session import Session, open_session
 from heterodyne.job import Job
+from heterodyne.plan.placement import Placement
 from heterodyne.plan.plan import Plan
 from heterodyne.report.tables import Verified, verified_rows, verify_rows
 from heterodyne.runtime.data.source import DataSource
 from heterodyne.runtime.exact.small_batch import without_counts
 from heterodyne.runtime.exact.verify import compare, one_device_gradients
-from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.slices import GlobalBatchLike, union
 from heterodyne.runtime.weights.pieces import box_pieces, joined_by_name
 from heterodyne.runtime.worker import Worker

@@ -25,11 +25,12 @@ from heterodyne.errors import MeasureError
 from heterodyne.graph.cut import Crossing, crossings
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.boxes import Box
-from heterodyne.plan.buckets import Bucket, holdings_of, planned_buckets
+from heterodyne.plan.buckets import Bucket
 from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.precision import between, precision_of
 from heterodyne.plan.sharded_stage import shard_stage
-from heterodyne.plan.state_shards import state_parts, state_shares
+from heterodyne.plan.state_shards import state_shares
+from heterodyne.plan.weights import PlannedWeights
 
 __all__ = ["CostModel"]
 
@@ -151,16 +152,6 @@ class CostModel:
             self._uses[key] = use.with_state(0) if device in self.on_host else use
         return self._uses[key]
 
-    def boxes_of(self, plan: Plan) -> dict[str, dict[str, Box]]:
-        """For each device of a plan, of the parameters and buffers that it has a part of, which."""
-        found: dict[str, dict[str, Box]] = {device: {} for device in plan.devices}
-        if any(stage.sharded for pipeline in plan.pipelines for stage in pipeline.stages):
-            for name, of in holdings_of(plan, self.graph).items():
-                for device, box in of.items():
-                    if box:
-                        found[device][name] = box
-        return found
-
     def sharded_stage(self, pipeline: Pipeline, number: int, row: int = 0) -> ShardedStageCost | None:
         """What the devices of a row of a stage do together where it lies on them in parts; None of one whose devices share the samples.
 
@@ -209,27 +200,37 @@ class CostModel:
         ends = (precision_of(self.recipe.precision, self.cluster.device(device).kind) for device in (one, other))
         return between(*ends) != "fp32"
 
-    def of(self, plan: Plan) -> StepCosts:
-        """The costs of a plan: any number of pipelines and stages, on one or several devices each."""
-        buckets = planned_buckets(plan, self.graph)
-        boxes, parts = self.boxes_of(plan), state_parts(plan, self.graph)
+    def of(self, plan: Plan, weights: PlannedWeights | None = None) -> StepCosts:
+        """The costs of a plan: any number of pipelines and stages, on one or several devices each.
+
+        ``weights``: those of the plan; None: they are worked out.
+        """
+        weights = weights or PlannedWeights.of(plan, self.graph)
+        boxes, parts = weights.boxes, weights.state_parts
         ranks: list[RankCosts | None] = [None] * len(self.cluster.devices)
         sent: list[Route] = []
-        for pipeline in plan.pipelines:
+        for pipeline, reads in zip(plan.pipelines, weights.reads, strict=True):
             taken = slices_of(pipeline)
             crossing = self.crossings([stage.ops[0] for stage in pipeline.stages])
             travel = routes(crossing, taken, self.cluster, self.collectives, self._narrow)
             sent += travel
             for device in dict.fromkeys(device for stage in pipeline.stages for device in stage.devices):
                 at = Position(device, pipeline, taken, boxes[device])
-                of_rank = RankStep(model=self, at=at, plan=plan, buckets=buckets, state=parts.get(device, 1.0))
+                of_rank = RankStep(
+                    model=self,
+                    at=at,
+                    plan=plan,
+                    buckets=weights.buckets,
+                    reads=reads,
+                    state=parts.get(device, 1.0),
+                )
                 ranks[self.cluster.rank(device)] = of_rank.costs(crossing, travel)
-        alike = not parts and all(set(bucket.owners) == set(plan.devices) for bucket in buckets)
+        alike = not parts and all(set(bucket.owners) == set(plan.devices) for bucket in weights.buckets)
         active = tuple(dict.fromkeys(plan.devices))
         meet = self.ranks_meet and len(active) > 1
         return StepCosts(
             ranks=tuple(ranks),
-            **self._collective_s(plan, buckets),
+            **self._collective_s(plan, weights.buckets),
             routes=tuple(sent),
             norm_s=None if alike else self.collectives.meeting_s(active),
             ranks_meet=meet,

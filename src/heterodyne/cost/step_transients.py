@@ -15,7 +15,7 @@ from heterodyne.cost.memory import gradient_bytes
 from heterodyne.cost.position import Position
 from heterodyne.cost.step import Reduction
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.plan.buckets import Bucket, stages_reading
+from heterodyne.plan.buckets import Bucket
 from heterodyne.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -59,13 +59,20 @@ class StepTransients:
         return self.stages.get(number, GradientBuildUp())
 
     @classmethod
-    def of(cls, model: CostModel, at: Position, buckets: Sequence[Bucket], part: float, plan: Plan) -> StepTransients:
-        """``part``: the fraction of the shared parameters that the device updates."""
+    def of(
+        cls,
+        model: CostModel,
+        at: Position,
+        buckets: Sequence[Bucket],
+        reads: Sequence[frozenset[str]],
+        part: float,
+        plan: Plan,
+    ) -> StepTransients:
+        """``reads``: the parameters that each stage reads; ``part``: the fraction of the shared parameters that the device updates."""
         mine = [bucket for bucket in buckets if at.device in bucket.owners]
         shared = [bucket for bucket in mine if len(bucket.owners) > 1]
         held = model.device_memory[at.device].held([stage.ops for stage in at.stages.values()], at.boxes)
         bytes_of = {p.name: gradient_bytes(p) for p in held if p.trainable}
-        reads = stages_reading(at.pipeline, model.graph)
         runs = {number: sum(size > 0 for size in at.sizes(number)) for number in at.stages}
         others = {name for bucket in shared for name in bucket.parameters}
         first: dict[str, float] = {n: float(size) for n, size in bytes_of.items() if n not in others}

@@ -29,7 +29,6 @@ __all__ = [
     "Part",
     "gradient_buckets",
     "holdings_of",
-    "planned_buckets",
     "room_bytes",
     "stages_reading",
 ]
@@ -128,16 +127,6 @@ def _read_again(graph: ModelGraph) -> dict[str, frozenset[str]]:
         if op.name in wanted:
             found[op.name] = frozenset(op.parameters).union(*(found[name] for name in op.inputs if name in found))
     return found
-
-
-def planned_buckets(plan: Plan, graph: ModelGraph) -> tuple[Bucket, ...]:
-    """The buckets of a plan. Where parameters are sharded no bucket is read by stages that others of it are not."""
-    readers: dict[str, tuple[tuple[int, int], ...]] = {}
-    for number, pipeline in enumerate(plan.pipelines if plan.zero > 2 else ()):
-        for stage, names in enumerate(stages_reading(pipeline, graph)):
-            for name in names:
-                readers[name] = (*readers.get(name, ()), (number, stage))
-    return gradient_buckets(graph, plan.bucket_bytes, holdings_of(plan, graph), readers)
 
 
 def stages_reading(pipeline: Pipeline, graph: ModelGraph) -> tuple[frozenset[str], ...]:

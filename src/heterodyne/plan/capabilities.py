@@ -14,6 +14,7 @@ from typing import Literal
 
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.job import Reach
 from heterodyne.plan.mesh import count_of
 from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Pipeline, Plan, Stage
@@ -139,16 +140,16 @@ class Trait:
 
     Args:
         name: for a table.
-        why: of a graph and of whether the optimizer updates whole weights only: the reason as a clause; None where the trait is absent.
+        why: of a graph and of what the optimizer must see at once: the reason as a clause; None where the trait is absent.
         refuses: the features that would not be exact.
     """
 
     name: str
-    why: Callable[[ModelGraph, bool], str | None]
+    why: Callable[[ModelGraph, Reach], str | None]
     refuses: frozenset[Feature]
 
 
-def _coupled(graph: ModelGraph, _: bool) -> str | None:
+def _coupled(graph: ModelGraph, _: Reach) -> str | None:
     if graph.loss.reduction != "coupled":
         return None
     output = graph.output and graph.op_by_name.get(graph.output.name)
@@ -156,14 +157,14 @@ def _coupled(graph: ModelGraph, _: bool) -> str | None:
     return f"samples see each other in the loss of this model{line}: only data parallelism is exact"
 
 
-def _batch_statistics(graph: ModelGraph, _: bool) -> str | None:
+def _batch_statistics(graph: ModelGraph, _: Reach) -> str | None:
     if not graph.batch_statistics:
         return None
     name = graph.batch_statistics[0]
     return f"{name} ({graph.op_by_name[name].source}) mixes the samples of a micro-batch over all replicas"
 
 
-def _opaque(graph: ModelGraph, _: bool) -> str | None:
+def _opaque(graph: ModelGraph, _: Reach) -> str | None:
     return None if graph.opaque is None else f"there is no graph of this model: {graph.opaque}"
 
 
@@ -187,7 +188,7 @@ TRAITS: tuple[Trait, ...] = (
     Trait(name="a model without a graph", why=_opaque, refuses=_PIECES | {"parameter_sharding"}),
     Trait(
         name="an optimizer of whole weights",
-        why=lambda _, whole_weights: "the optimizer updates whole weights only" if whole_weights else None,
+        why=lambda _, reach: None if reach == "element" else "the optimizer updates whole weights only",
         refuses=frozenset({"tensor_parallel"}),
     ),
 )
@@ -200,15 +201,15 @@ def runs_at_all(feature: Feature) -> bool:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What runs exactly for one model. ``whole_weights``: its optimizer needs each weight whole (Muon, Adafactor)."""
+    """What runs exactly for one model. ``reach``: what its optimizer must see at once."""
 
     graph: ModelGraph
-    whole_weights: bool = False
+    reach: Reach = "element"
 
     def why_not(self, feature: Feature) -> str | None:
         """Why a plan may not use it, as a clause; None if it may."""
         for trait in TRAITS:
-            if feature in trait.refuses and (why := trait.why(self.graph, self.whole_weights)) is not None:
+            if feature in trait.refuses and (why := trait.why(self.graph, self.reach)) is not None:
                 return why
         return None
 

@@ -10,6 +10,7 @@ from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import PlanError
 from heterodyne.graph.cut import crossings, mixing_samples
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.job import Reach
 from heterodyne.plan.capabilities import FEATURES, Capabilities, has_shares, uses
 from heterodyne.plan.check_mesh import faults_of_mesh
 from heterodyne.plan.check_state import faults_of_state, faults_of_state_shards
@@ -18,12 +19,28 @@ from heterodyne.plan.mesh import count_of
 from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Pipeline, Plan, Stage
 from heterodyne.plan.sharded_stage import shard_stage
+from heterodyne.plan.weights import PlannedWeights
 
 __all__ = ["require_valid", "violations"]
 
 
 def violations(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[str, ...]:
     """Every rule that the plan breaks for this model and this cluster, as sentences that say what to do; none if it is valid."""
+    return _checked(plan, graph, cluster, "element")[0]
+
+
+def require_valid(plan: Plan, graph: ModelGraph, cluster: Cluster, *, reach: Reach = "element") -> PlannedWeights:
+    """Return who holds which weights under the plan. Raises PlanError that lists every violation."""
+    broken, weights = _checked(plan, graph, cluster, reach)
+    if broken or weights is None:
+        raise PlanError("the plan cannot run:\n  - " + "\n  - ".join(broken))
+    return weights
+
+
+def _checked(
+    plan: Plan, graph: ModelGraph, cluster: Cluster, reach: Reach
+) -> tuple[tuple[str, ...], PlannedWeights | None]:
+    """Every violation, and who holds which weights, which can only be told of a plan that keeps all other rules."""
     refused = _of_capabilities(plan, graph)
     broken = (
         *_of_identity(plan, graph, cluster),
@@ -34,14 +51,13 @@ def violations(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[str, ..
         *_of_statistics(plan, graph),
         *refused,
     )
-    return broken or tuple(faults_of_state_shards(plan, graph))
-
-
-def require_valid(plan: Plan, graph: ModelGraph, cluster: Cluster) -> None:
-    """Raises PlanError that lists every violation."""
-    broken = violations(plan, graph, cluster)
     if broken:
-        raise PlanError("the plan cannot run:\n  - " + "\n  - ".join(broken))
+        return broken, None
+    try:
+        weights = PlannedWeights.of(plan, graph, reach=reach)
+    except PlanError as error:
+        return (str(error),), None
+    return tuple(faults_of_state_shards(plan, weights)), weights
 
 
 def _of_identity(plan: Plan, graph: ModelGraph, cluster: Cluster) -> list[str]:

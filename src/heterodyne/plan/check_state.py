@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from heterodyne.errors import PlanError
-from heterodyne.graph.ir import ModelGraph
-from heterodyne.plan.buckets import holdings_of, planned_buckets
-from heterodyne.plan.plan import Pipeline, Plan
+from heterodyne.plan.plan import Plan
+from heterodyne.plan.weights import PlannedWeights
 
 __all__ = ["faults_of_state", "faults_of_state_shards"]
 
@@ -42,23 +40,11 @@ def _faults_of_unlike_shares(plan: Plan) -> Iterator[str]:
             yield f"device {device!r} has state_shares {' and '.join(places.values())}: give it the same in all of its stages"
 
 
-def _has_parts_in_several_stages(pipeline: Pipeline) -> bool:
-    """Whether devices hold parts of weights that several of their stages may read."""
-    return len(pipeline.places) < len(pipeline.stages) and any(stage.sharded for stage in pipeline.stages)
-
-
-def faults_of_state_shards(plan: Plan, graph: ModelGraph) -> Iterator[str]:
-    """What cannot be held in parts or sharded, of a plan that keeps all other rules."""
-    if not plan.zero and not any(map(_has_parts_in_several_stages, plan.pipelines)):
-        return
-    try:
-        holdings = holdings_of(plan, graph)
-    except PlanError as error:
-        yield str(error)
-        return
+def faults_of_state_shards(plan: Plan, weights: PlannedWeights) -> Iterator[str]:
+    """What cannot be sharded, of a plan that keeps all other rules."""
     if not plan.zero:
         return
-    buckets = planned_buckets(plan, graph)
+    holdings, buckets = weights.holdings, weights.buckets
     if all(len(bucket.owners) < 2 for bucket in buckets):
         yield (
             f"it shards state over the devices that hold the same weights (ZeRO-{plan.zero}), and no two devices do: leave 'zero' out"

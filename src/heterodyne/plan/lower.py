@@ -11,71 +11,129 @@ A pipeline without a share runs no micro-batch, but takes part in every reductio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.job import Reach
 from heterodyne.plan.check import require_valid
 from heterodyne.plan.offloading import with_offload
 from heterodyne.plan.order import orders_of
+from heterodyne.plan.placement import Placement
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Action, Program
-from heterodyne.plan.traffic import RankSpec, Traffic, duties
+from heterodyne.plan.realign import realigned
+from heterodyne.plan.traffic import RankSpec, Traffic, rank_specs
 from heterodyne.plan.unsharding import Passes, with_unsharding
 from heterodyne.plan.verify import require_runnable
+from heterodyne.plan.weights import PlannedWeights
 
-__all__ = ["lower"]
+__all__ = ["Lowered", "lower", "lower_again"]
 
 
-def lower(
-    plan: Plan, graph: ModelGraph, cluster: Cluster, *, clip: bool = True, traffic: Sequence[Traffic] | None = None
-) -> Program:
-    """The program of a plan; ``clip`` adds gradient clipping. Raises PlanError with every rule that the plan breaks.
+@dataclass(frozen=True, kw_only=True)
+class Lowered:
+    """A plan for a model on a cluster, with all that follows from the three.
 
-    ``traffic``: of each pipeline, where the graph that runs is another than that of which gradients are reduced.
+    Args:
+        program: what each rank does in a step.
+        specs: what each rank has to do in it; None for an idle one.
+        weights: which devices hold, reduce and update which weights.
+        placement: where each rank stands.
+        clip: whether the program clips gradients.
     """
+
+    plan: Plan
+    graph: ModelGraph
+    cluster: Cluster
+    program: Program
+    specs: tuple[RankSpec | None, ...]
+    weights: PlannedWeights
+    placement: Placement
+    clip: bool
+
+
+def lower(plan: Plan, graph: ModelGraph, cluster: Cluster, *, clip: bool = True, reach: Reach = "element") -> Lowered:
+    """Lower a plan. Raises PlanError with every rule that it breaks.
+
+    ``clip`` adds gradient clipping. ``reach``: what the optimizer must see at once.
+    """
+    weights = require_valid(plan, graph, cluster, reach=reach)
+    specs = rank_specs(plan, graph, cluster, weights)
+    return Lowered(
+        plan=plan,
+        graph=graph,
+        cluster=cluster,
+        program=_program(plan, cluster, specs, clip=clip),
+        specs=specs,
+        weights=weights,
+        placement=Placement.of(plan, cluster),
+        clip=clip,
+    )
+
+
+def lower_again(first: Lowered, graph: ModelGraph, replaced: Collection[str]) -> Lowered:
+    """Return what a plan lowers to for another capture of the model. Its weights stay where they are, and so do its buckets.
+
+    ``replaced``: buffers that were put in the place of others. Raises PlanError if the plan cannot follow.
+    """
+    plan, cluster = realigned(first.plan, first.weights, first.graph, graph, replaced), first.cluster
     require_valid(plan, graph, cluster)
-    wanted = duties(plan, graph, cluster, traffic)
-    passes = _passes(plan, cluster, wanted)
-    program = _program(passes, wanted, clip=clip)
+    # Where gradients flow now and did not before, or the other way round, ranks have other messages.
+    traffic = [Traffic.of(pipeline, graph) for pipeline in plan.pipelines]
+    specs = tuple(spec and replace(spec, traffic=traffic[spec.pipeline]) for spec in first.specs)
+    return replace(
+        first,
+        plan=plan,
+        graph=graph,
+        program=_program(plan, cluster, specs, clip=first.clip),
+        specs=specs,
+        placement=Placement.of(plan, cluster),
+    )
+
+
+def _program(plan: Plan, cluster: Cluster, specs: Sequence[RankSpec | None], *, clip: bool) -> Program:
+    passes = _passes(plan, cluster, specs)
+    program = _whole(passes, specs, clip=clip)
     try:
-        require_runnable(program, wanted)
+        require_runnable(program, specs)
     except PlanError:
         if plan.zero < 3:
             raise
         # Gathers may make ranks wait for each other that wait for messages too. Not if they come first.
-        program = _program(passes, wanted, clip=clip, ahead=True)
-        require_runnable(program, wanted)
+        program = _whole(passes, specs, clip=clip, ahead=True)
+        require_runnable(program, specs)
     return program
 
 
-def _passes(plan: Plan, cluster: Cluster, wanted: Sequence[RankSpec | None]) -> tuple[tuple[Action, ...], ...]:
+def _passes(plan: Plan, cluster: Cluster, specs: Sequence[RankSpec | None]) -> tuple[tuple[Action, ...], ...]:
     """Of each rank what it computes, receives and sends."""
     ranks: list[tuple[Action, ...]] = [()] * len(cluster.devices)
     for pipeline in plan.pipelines:
         for devices, order in zip(pipeline.places, orders_of(plan.schedule, pipeline), strict=True):
             for rank in map(cluster.rank, devices):
-                duty = wanted[rank]
-                assert duty is not None  # it is in a pipeline
-                ranks[rank] = tuple(_with_traffic(with_offload(order, duty.hosted), duty.traffic))
+                spec = specs[rank]
+                assert spec is not None  # it is in a pipeline
+                ranks[rank] = tuple(_with_traffic(with_offload(order, spec.hosted), spec.traffic))
     return tuple(ranks)
 
 
-def _program(
-    passes: Sequence[Sequence[Action]], wanted: Sequence[RankSpec | None], *, clip: bool, ahead: bool = False
+def _whole(
+    passes: Sequence[Sequence[Action]], specs: Sequence[RankSpec | None], *, clip: bool, ahead: bool = False
 ) -> Program:
     """With parameters that are gathered, and the update; ``ahead``: all are gathered before the first pass."""
     whole = passes
-    if any(duty is not None and duty.zero > 2 for duty in wanted):
+    if any(spec is not None and spec.zero > 2 for spec in specs):
         whole = with_unsharding(
             [
-                None if duty is None else Passes(actions=own, readers=duty.readers, kept=duty.kept)
-                for own, duty in zip(passes, wanted, strict=True)
+                None if spec is None else Passes(actions=own, readers=spec.readers, kept=spec.kept)
+                for own, spec in zip(passes, specs, strict=True)
             ],
             ahead=ahead,
         )
-    ends = (() if duty is None else _update(duty.buckets, clip=clip, zero=duty.zero) for duty in wanted)
+    ends = (() if spec is None else _update(spec.buckets, clip=clip, zero=spec.zero) for spec in specs)
     return Program(ranks=tuple((*own, *end) for own, end in zip(whole, ends, strict=True)))
 
 

@@ -14,16 +14,18 @@ from itertools import pairwise
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.graph.op import Op
-from heterodyne.plan.buckets import holdings_of, stages_reading
+from heterodyne.plan.buckets import Holdings, holdings_of, stages_reading
 from heterodyne.plan.plan import Pipeline, Plan, Stage
+from heterodyne.plan.weights import PlannedWeights
 
 __all__ = ["realigned"]
 
 
-def realigned(plan: Plan, old: ModelGraph, new: ModelGraph, replaced: Collection[str] = ()) -> Plan:
+def realigned(plan: Plan, weights: PlannedWeights, old: ModelGraph, new: ModelGraph, replaced: Collection[str]) -> Plan:
     """Return ``plan``, which is bound to the graph ``old``, bound to ``new``.
 
     Args:
+        weights: who holds which under the plan.
         replaced: buffers that were put in the place of others; those of other shapes, and new ones, are held whole by every device.
 
     Raises PlanError if a stage would read a parameter or buffer that its devices do not hold or gather, or a block that is recomputed
@@ -38,9 +40,9 @@ def realigned(plan: Plan, old: ModelGraph, new: ModelGraph, replaced: Collection
     moved = plan.model_copy(update={"model": new.fingerprint, "pipelines": pipelines})
     shapes = {buffer.name: buffer.shape for buffer in old.buffers}
     whole = {b.name for b in new.buffers if b.name in replaced and shapes.get(b.name) != b.shape}
-    _require_held(plan, old, moved, new, whole)
+    _require_held(weights.holdings, moved, new, whole)
     if plan.zero > 2:
-        _require_gathered(plan, old, moved, new)
+        _require_gathered(weights, moved, new)
     return moved
 
 
@@ -103,19 +105,19 @@ def _key(op: Op) -> tuple[object, ...]:
     return op.target, op.module, op.parameters
 
 
-def _require_gathered(plan: Plan, old: ModelGraph, moved: Plan, new: ModelGraph) -> None:
+def _require_gathered(weights: PlannedWeights, moved: Plan, new: ModelGraph) -> None:
     """Raises PlanError for a parameter that a stage would read and does not gather."""
-    for before, after in zip(plan.pipelines, moved.pipelines, strict=True):
-        for gathered, read in zip(stages_reading(before, old), stages_reading(after, new), strict=True):
+    for before, after in zip(weights.reads, moved.pipelines, strict=True):
+        for gathered, read in zip(before, stages_reading(after, new), strict=True):
             for name in sorted(read - gathered - {buffer.name for buffer in new.buffers}):
                 raise PlanError(
                     f"{name!r} would be read by a stage that does not gather it under this plan ('zero': 3)"
                 )
 
 
-def _require_held(plan: Plan, old: ModelGraph, moved: Plan, new: ModelGraph, whole: Collection[str]) -> None:
+def _require_held(held: Holdings, moved: Plan, new: ModelGraph, whole: Collection[str]) -> None:
     """Raises PlanError for a parameter or buffer that is read where it is not held; ``whole``: those that all devices hold."""
-    held, wanted = holdings_of(plan, old), holdings_of(moved, new)
+    wanted = holdings_of(moved, new)
     read = {name for op in new.ops for name in op.parameters}
     for name, devices in wanted.items():
         for device, box in devices.items() if name in read else ():

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.boxes import numel
-from heterodyne.plan.buckets import Bucket, Part, planned_buckets
+from heterodyne.plan.buckets import Bucket, Part
 from heterodyne.plan.plan import Plan
 
 __all__ = [
@@ -22,8 +22,6 @@ __all__ = [
     "StateSlice",
     "cut_by_shares",
     "sharded_bucket",
-    "sharded_buckets",
-    "state_parts",
     "state_shares",
 ]
 
@@ -91,33 +89,6 @@ def sharded_bucket(
         if max(low, first) < min(high, stop)
     ]
     return ShardedBucket(ranges=dict(zip(bucket.owners, ranges, strict=True)), slices=tuple(slices))
-
-
-def sharded_buckets(plan: Plan, graph: ModelGraph, *, whole_weights: bool = False) -> dict[int, ShardedBucket]:
-    """Of each bucket of a plan that several devices own, by its number; none where state is not sharded."""
-    if not plan.zero:
-        return {}
-    shares = state_shares(plan)
-    return {
-        bucket.index: sharded_bucket(bucket, graph, shares, whole_weights=whole_weights)
-        for bucket in planned_buckets(plan, graph)
-        if len(bucket.owners) > 1
-    }
-
-
-def state_parts(plan: Plan, graph: ModelGraph) -> dict[str, float]:
-    """For each device the part of what it holds of the trained weights that it updates, and keeps the state of; {}: all of it."""
-    whole = dict.fromkeys(plan.devices, 0.0)
-    own = dict(whole)
-    sharded = sharded_buckets(plan, graph)
-    for bucket in planned_buckets(plan, graph) if sharded else ():
-        ranges = sharded[bucket.index].ranges if bucket.index in sharded else {}
-        elements = max((stop for _, stop in ranges.values()), default=0)
-        for owner in bucket.owners:
-            start, stop = ranges.get(owner, (0, elements))
-            whole[owner] += bucket.bytes
-            own[owner] += bucket.bytes * (stop - start) / elements if elements else bucket.bytes
-    return {device: own[device] / whole[device] if whole[device] else 1.0 for device in whole} if sharded else {}
 
 
 def _at_borders(ranges: Sequence[Range], starts: Sequence[int]) -> list[Range]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from heterodyne.cluster.spec import Cluster
 from heterodyne.graph.cut import crossings
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.plan.buckets import planned_buckets, stages_reading
 from heterodyne.plan.plan import Pipeline, Plan
+from heterodyne.plan.weights import PlannedWeights
 
-__all__ = ["MESSAGES_AHEAD", "RankSpec", "Traffic", "duties"]
+__all__ = ["MESSAGES_AHEAD", "RankSpec", "Traffic", "rank_specs"]
 
 MESSAGES_AHEAD = 2
 """Messages from one rank for which the runtime makes room before they are waited for; memory counts as many, and as many sent."""
@@ -93,16 +93,12 @@ class RankSpec:
     kept: frozenset[int] = frozenset()
 
 
-def duties(
-    plan: Plan, graph: ModelGraph, cluster: Cluster, traffic: Sequence[Traffic] | None = None
-) -> tuple[RankSpec | None, ...]:
-    """For each rank what it has to do; None for an idle one. ``traffic``: of each pipeline, where that is another graph's."""
+def rank_specs(plan: Plan, graph: ModelGraph, cluster: Cluster, weights: PlannedWeights) -> tuple[RankSpec | None, ...]:
+    """For each rank what it has to do; None for an idle one."""
     found: list[RankSpec | None] = [None] * len(cluster.devices)
-    reduced = [bucket for bucket in planned_buckets(plan, graph) if len(bucket.owners) > 1]
+    reduced = [bucket for bucket in weights.buckets if len(bucket.owners) > 1]
     for number, pipeline in enumerate(plan.pipelines):
-        own_traffic = Traffic.of(pipeline, graph) if traffic is None else traffic[number]
-        places = pipeline.place_of_stage
-        reads = stages_reading(pipeline, graph)
+        traffic, places, reads = Traffic.of(pipeline, graph), pipeline.place_of_stage, weights.reads[number]
         for place, devices in enumerate(pipeline.places):
             for device in devices:
                 stages = tuple(stage for stage, of in enumerate(places) if of == place)
@@ -111,7 +107,7 @@ def duties(
                     pipeline=number,
                     stages=stages,
                     micro_batches=len(pipeline.micro_batches),
-                    traffic=own_traffic,
+                    traffic=traffic,
                     buckets=tuple(bucket.index for bucket in own),
                     zero=plan.zero,
                     readers={b.index: tuple(s for s in stages if not reads[s].isdisjoint(b.parameters)) for b in own},

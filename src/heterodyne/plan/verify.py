@@ -23,28 +23,28 @@ _MOST_TOLD = 20
 _OF_THE_RANK = (*COLLECTIVES, "RESHARD", "CLIP", "STEP")
 
 
-def program_violations(program: Program, duties: Sequence[RankSpec | None]) -> tuple[str, ...]:
-    """Every rule that the program breaks, as sentences; none if it can run. ``duties``: what each rank has to do, None for an idle one."""
+def program_violations(program: Program, specs: Sequence[RankSpec | None]) -> tuple[str, ...]:
+    """Every rule that the program breaks, as sentences; none if it can run. ``specs``: what each rank has to do, None for an idle one."""
     broken = []
-    if len(duties) != len(program.ranks):
-        broken.append(f"it has {len(program.ranks)} ranks, the cluster has {len(duties)}: lower the plan again")
-    for rank, (actions, duty) in enumerate(zip(program.ranks, duties, strict=False)):
-        if duty is None:
+    if len(specs) != len(program.ranks):
+        broken.append(f"it has {len(program.ranks)} ranks, the cluster has {len(specs)}: lower the plan again")
+    for rank, (actions, spec) in enumerate(zip(program.ranks, specs, strict=False)):
+        if spec is None:
             broken += [f"rank {rank} is idle, yet runs {actions[0]}: give an idle rank no action"] if actions else []
             continue
-        faults = (*_passes(actions, duty), *_reductions(actions, duty), *_unsharding(actions, duty), *_end(actions))
+        faults = (*_passes(actions, spec), *_reductions(actions, spec), *_unsharding(actions, spec), *_end(actions))
         broken += [f"rank {rank} {fault}" for fault in faults]
     try:
         collective_order(program)
     except PlanError as error:
         broken.append(str(error))
     # Ranks that lack an action would be found to wait for it, which says less.
-    return tuple(broken) or tuple(_blocked(program, duties))
+    return tuple(broken) or tuple(_blocked(program, specs))
 
 
-def require_runnable(program: Program, duties: Sequence[RankSpec | None]) -> None:
+def require_runnable(program: Program, specs: Sequence[RankSpec | None]) -> None:
     """Raises PlanError that lists the violations."""
-    broken = program_violations(program, duties)
+    broken = program_violations(program, specs)
     if broken:
         more = [f"and {len(broken) - _MOST_TOLD} more"] if len(broken) > _MOST_TOLD else []
         raise PlanError("the program cannot run:\n  - " + "\n  - ".join([*broken[:_MOST_TOLD], *more]))
@@ -71,14 +71,14 @@ def collective_order(program: Program) -> tuple[tuple[Action, tuple[int, ...]], 
         ) from error
 
 
-def _passes(actions: Sequence[Action], duty: RankSpec) -> Iterator[str]:
+def _passes(actions: Sequence[Action], spec: RankSpec) -> Iterator[str]:
     """Each micro-batch through each stage: what it needs, forward, backward (whole, or I and W), and what others need."""
     seen = Counter(action for action in actions if action.kind not in _OF_THE_RANK)
     place = {action: number for number, action in reversed(list(enumerate(actions)))}  # of the first of each
-    for stage in duty.stages:
-        for index in range(duty.micro_batches):
+    for stage in spec.stages:
+        for index in range(spec.micro_batches):
             chain = _chain(
-                stage, index, duty, split=bool(seen[Action(stage, "I", index)] or seen[Action(stage, "W", index)])
+                stage, index, spec, split=bool(seen[Action(stage, "I", index)] or seen[Action(stage, "W", index)])
             )
             for action in chain:
                 if seen.pop(action, 0) != 1:
@@ -88,12 +88,12 @@ def _passes(actions: Sequence[Action], duty: RankSpec) -> Iterator[str]:
                 if earlier in place and later in place and place[earlier] > place[later]:
                     yield f"runs {later} before {earlier}: {_needs(later, earlier)}"
             backward = next(action for action in chain if action.kind in ("B", "I"))
-            yield from _between(Action(stage, "F", index), backward, place, seen, hosted=stage in duty.hosted)
+            yield from _between(Action(stage, "F", index), backward, place, seen, hosted=stage in spec.hosted)
     for action in seen:
-        if action.stage not in duty.stages:
-            yield f"runs {action}, but holds {_listed(duty.stages)}: remove it"
-        elif action.index is None or action.index >= duty.micro_batches:
-            yield f"runs {action}, but has {duty.micro_batches} micro-batches: remove it"
+        if action.stage not in spec.stages:
+            yield f"runs {action}, but holds {_listed(spec.stages)}: remove it"
+        elif action.index is None or action.index >= spec.micro_batches:
+            yield f"runs {action}, but has {spec.micro_batches} micro-batches: remove it"
         else:
             yield f"runs {action}, which nobody needs: remove it"
 
@@ -114,9 +114,9 @@ def _between(
             yield f"runs {each} before {replace(each, kind='OFFLOAD')}: nothing has left there"
 
 
-def _chain(stage: int, index: int, duty: RankSpec, *, split: bool) -> list[Action]:
+def _chain(stage: int, index: int, spec: RankSpec, *, split: bool) -> list[Action]:
     """What must be done with one micro-batch, in order."""
-    traffic = duty.traffic
+    traffic = spec.traffic
     kinds: list[ActionKind] = ["RECV_F"] if stage in traffic.receives else []
     kinds += ["F"]
     kinds += ["SEND_F"] if stage in traffic.sends else []
@@ -138,47 +138,47 @@ def _listed(stages: Sequence[int]) -> str:
     return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
 
 
-def _reductions(actions: Sequence[Action], duty: RankSpec) -> Iterator[str]:
+def _reductions(actions: Sequence[Action], spec: RankSpec) -> Iterator[str]:
     """Each bucket once, after the last backward; where state is sharded, gathered once too."""
-    wanted, other = reversed(REDUCTIONS) if duty.zero else REDUCTIONS
+    wanted, other = reversed(REDUCTIONS) if spec.zero else REDUCTIONS
     if any(action.kind == other for action in actions):
-        yield f"runs {other}, and its state is {'' if duty.zero else 'not '}sharded: put {wanted} in its place"
+        yield f"runs {other}, and its state is {'' if spec.zero else 'not '}sharded: put {wanted} in its place"
     gathered = Counter(action.index for action in actions if action.kind == "GATHER")
-    times = int(duty.zero in (1, 2))
-    for index in duty.buckets:
+    times = int(spec.zero in (1, 2))
+    for index in spec.buckets:
         if gathered[index] != times:
             often = "every owner gathers each bucket once" if times else "none is gathered behind the update"
             yield f"gathers bucket {index} {gathered[index]} times: {often}"
     seen = Counter(action.index for action in actions if action.kind == wanted)
-    for index in duty.buckets:
+    for index in spec.buckets:
         if seen[index] != 1:
             yield f"reduces bucket {index} {seen[index]} times: every owner reduces each bucket once, also without a share"
     for bucket in seen:
-        if bucket not in duty.buckets:
-            yield f"reduces bucket {bucket}, but shares {', '.join(map(str, duty.buckets)) or 'none'}: remove it"
-    order = [action for action in actions if action.kind == wanted and action.index in duty.buckets]
+        if bucket not in spec.buckets:
+            yield f"reduces bucket {bucket}, but shares {', '.join(map(str, spec.buckets)) or 'none'}: remove it"
+    order = [action for action in actions if action.kind == wanted and action.index in spec.buckets]
     for earlier, later in pairwise(order):
         if (later.index or 0) < (earlier.index or 0):
             yield f"runs {later} behind {earlier}: buckets are reduced in the order of their numbers on every rank"
     last = {action.stage: place for place, action in enumerate(actions) if action.kind in ("B", "W")}
     for place, action in enumerate(actions):
         if action.kind == wanted and action.index in seen:
-            of = duty.readers.get(action.index or 0) or tuple(last)
+            of = spec.readers.get(action.index or 0) or tuple(last)
             complete = max((last[stage] for stage in of if stage in last), default=-1)
             if place < complete:
                 yield f"reduces bucket {action.index} before its last backward, {actions[complete]}: gradients are not complete there"
 
 
-def _unsharding(actions: Sequence[Action], duty: RankSpec) -> Iterator[str]:
+def _unsharding(actions: Sequence[Action], spec: RankSpec) -> Iterator[str]:
     """Where parameters are sharded, each pass of a stage while they are gathered; elsewhere they always are."""
     gathered: set[int] = set()
     for action in actions:
         kind, bucket = action.kind, action.index or 0
         if kind in ("UNSHARD", "RESHARD"):
-            if duty.zero < 3:
+            if spec.zero < 3:
                 yield f"runs {action}, and its parameters are not sharded: remove it"
-            elif bucket not in duty.buckets:
-                yield f"runs {action}, but shares {', '.join(map(str, duty.buckets)) or 'none'}: remove it"
+            elif bucket not in spec.buckets:
+                yield f"runs {action}, but shares {', '.join(map(str, spec.buckets)) or 'none'}: remove it"
             elif (kind == "RESHARD") != (bucket in gathered):
                 is_ = (
                     "gathered already: remove it, or put RESHARD before it"
@@ -187,23 +187,23 @@ def _unsharding(actions: Sequence[Action], duty: RankSpec) -> Iterator[str]:
                 )
                 yield f"runs {action}, and the parameters of bucket {bucket} are {is_}"
             gathered ^= {bucket}
-        elif duty.zero > 2 and kind in ("F", "B", "I", "R"):
-            for each, stages in duty.readers.items():
+        elif spec.zero > 2 and kind in ("F", "B", "I", "R"):
+            for each, stages in spec.readers.items():
                 if action.stage in stages and each not in gathered:
                     yield f"runs {action} while the parameters of bucket {each} are sharded: put UNSHARD before it"
-    if duty.zero > 2 and gathered:
+    if spec.zero > 2 and gathered:
         yield f"keeps the parameters of buckets {', '.join(map(str, sorted(gathered)))} gathered: put RESHARD behind the last pass"
 
 
-def _blocked(program: Program, duties: Sequence[RankSpec | None]) -> list[str]:
+def _blocked(program: Program, specs: Sequence[RankSpec | None]) -> list[str]:
     """The ranks that never come to their end, and what each waits for. Sends wait for nobody."""
     holders: dict[tuple[int, int], list[int]] = {}  # (pipeline, stage): ranks
-    for rank, duty in enumerate(duties):
-        for stage in duty.stages if duty is not None else ():
-            holders.setdefault((duty.pipeline, stage), []).append(rank)  # type: ignore[union-attr]  # the loop is empty for None
+    for rank, spec in enumerate(specs):
+        for stage in spec.stages if spec is not None else ():
+            holders.setdefault((spec.pipeline, stage), []).append(rank)  # type: ignore[union-attr]  # the loop is empty for None
     owners: dict[int, list[int]] = {}  # of parameters that are sharded, by bucket: ranks
-    for rank, duty in enumerate(duties):
-        for bucket in duty.buckets if duty is not None and duty.zero > 2 else ():
+    for rank, spec in enumerate(specs):
+        for bucket in spec.buckets if spec is not None and spec.zero > 2 else ():
             owners.setdefault(bucket, []).append(rank)
     done: list[set[Action]] = [set() for _ in program.ranks]
     reached = [0] * len(program.ranks)
@@ -212,7 +212,7 @@ def _blocked(program: Program, duties: Sequence[RankSpec | None]) -> list[str]:
         moved = False
         for rank, actions in enumerate(program.ranks):
             while reached[rank] < len(actions) and not _awaited(
-                actions[reached[rank]], duties[rank], holders, done, owners, done[rank]
+                actions[reached[rank]], specs[rank], holders, done, owners, done[rank]
             ):
                 done[rank].add(actions[reached[rank]])
                 reached[rank] += 1
@@ -221,7 +221,7 @@ def _blocked(program: Program, duties: Sequence[RankSpec | None]) -> list[str]:
     for rank, actions in enumerate(program.ranks):
         if reached[rank] < len(actions):
             action = actions[reached[rank]]
-            who, what = _awaited(action, duties[rank], holders, done, owners, done[rank])[0]
+            who, what = _awaited(action, specs[rank], holders, done, owners, done[rank])[0]
             broken.append(
                 f"rank {rank} waits at {action} for {what} of rank {who}, which waits too: put {what} earlier"
             )
@@ -230,37 +230,37 @@ def _blocked(program: Program, duties: Sequence[RankSpec | None]) -> list[str]:
 
 def _awaited(
     action: Action,
-    duty: RankSpec | None,
+    spec: RankSpec | None,
     holders: dict[tuple[int, int], list[int]],
     done: list[set[Action]],
     owners: dict[int, list[int]],
     own: set[Action],
 ) -> list[tuple[int, Action]]:
     """What has to be done elsewhere before an action can be, and is not: ``(rank, action)``. ``own``: what its rank has done."""
-    if duty is None:
+    if spec is None:
         return []
-    if duty.zero > 2 and action.kind in ("F", "B", "I", "R"):
+    if spec.zero > 2 and action.kind in ("F", "B", "I", "R"):
         return [
             (rank, gather)
-            for bucket, stages in duty.readers.items()
+            for bucket, stages in spec.readers.items()
             if action.stage in stages
             for gather in takewhile(own.__contains__, (Action(n, "UNSHARD", bucket) for n in count()))
             for rank in owners.get(bucket, ())
             if gather not in done[rank]
         ]
-    if duty.zero > 2 and action.kind == "RESHARD":  # it waits for what it lets go of
+    if spec.zero > 2 and action.kind == "RESHARD":  # it waits for what it lets go of
         gather = Action(action.stage, "UNSHARD", action.index)
         return [(rank, gather) for rank in owners.get(action.index or 0, ()) if gather not in done[rank]]
     if action.kind not in ("RECV_F", "RECV_B"):
         return []
     forward = action.kind == "RECV_F"
     if forward:
-        others = duty.traffic.sources.get(action.stage, frozenset())
+        others = spec.traffic.sources.get(action.stage, frozenset())
     else:
-        others = frozenset(s for s, of in duty.traffic.returns.items() if action.stage in of)
+        others = frozenset(s for s, of in spec.traffic.returns.items() if action.stage in of)
     kind: ActionKind = "SEND_F" if forward else "SEND_B"
     wanted = [
-        (rank, Action(other, kind, action.index)) for other in sorted(others) for rank in holders[duty.pipeline, other]
+        (rank, Action(other, kind, action.index)) for other in sorted(others) for rank in holders[spec.pipeline, other]
     ]
     return [(rank, sent) for rank, sent in wanted if sent not in done[rank]]
 

@@ -11,10 +11,10 @@ from heterodyne.errors import DataError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.loss_count import LossCount
+from heterodyne.plan.placement import RankRole
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.exact.weighting import Weights, part_statistics
 from heterodyne.runtime.executor import Step, Watch
-from heterodyne.runtime.placement import RankRole
 from heterodyne.runtime.slices import BatchSource, GlobalBatchLike, OneShape, as_source, is_source
 from heterodyne.runtime.stages.stage_builder import (
     StageBuilder,

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from heterodyne.loss_count import LossCount
 from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.plan.placement import Placement, RankRole
 from heterodyne.plan.program import Action
 from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.exact.weighting import Weights, known_loss, part_statistics, weighted_sum
-from heterodyne.runtime.placement import Placement, RankRole
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.stage_builder import StageRuntime
 from heterodyne.runtime.weights.sharded_parameters import ShardedParameters

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from heterodyne.errors import OutOfMemoryError, UnitError
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.plan.placement import RankRole
 from heterodyne.plan.plan import Plan
-from heterodyne.runtime.placement import RankRole
 from heterodyne.runtime.records.shortages import Shortage
 from heterodyne.units import format_bytes, parse_bytes
 

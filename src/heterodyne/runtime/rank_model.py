@@ -12,21 +12,14 @@ from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.plan.boxes import Box, inside
+from heterodyne.plan.lower import Lowered
 from heterodyne.plan.plan import Plan
-from heterodyne.plan.program import Program
 from heterodyne.plan.state_shards import Range
-from heterodyne.plan.traffic import duties
 from heterodyne.runtime.assignment import Assignment
 from heterodyne.runtime.executor import Step
-from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.recapture.replaced_buffers import ReplacedBuffers
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.refused_construction import undone_if_refused
-from heterodyne.runtime.stages.stage_builder import (
-    bucket_channels,
-    completed_gradients,
-    ranges_by_rank,
-)
 from heterodyne.runtime.weights.average import WeightAverage
 from heterodyne.runtime.weights.between_steps import Sample, WeightWatch, sample_of
 from heterodyne.runtime.weights.clipping import Clipping
@@ -46,6 +39,7 @@ from heterodyne.runtime.weights.optimizer import (
 )
 from heterodyne.runtime.weights.outside_moves import OutsideMoves
 from heterodyne.runtime.weights.ownership import Ownership
+from heterodyne.runtime.weights.planned_gradients import bucket_channels, completed_gradients, ranges_by_rank
 from heterodyne.runtime.weights.sharded_parameters import ShardedParameters
 from heterodyne.runtime.weights.trainable import require_none_unfrozen, trainable_parameters
 from heterodyne.runtime.weights.worker_state import WorkerState
@@ -76,28 +70,31 @@ class RankModel:
         recorder: Recorder,
         cut: bool,
         host_activation_bytes: int = 0,
-        whole_weights: bool = False,
         stored: Stored | None = None,
         weights: Iterable[tuple[str, Tensor]] | None = None,
     ) -> None:
-        plan, cluster, rank, role = assignment.plan, assignment.cluster, assignment.rank, assignment.role
+        lowered, rank, role = assignment.lowered, assignment.rank, assignment.role
+        plan = lowered.plan
         self._module, self._role = module, role
-        self._graph = graph = assignment.graph
+        self._graph = graph = lowered.graph
         self._communicator = communicator = assignment.communicator
-        self._placement = placement = assignment.placement
-        self.ownership = Ownership.of(plan, graph, cluster, whole_weights=whole_weights)
+        self._placement = placement = lowered.placement
+        self.ownership = Ownership.of(lowered)
         every_trained = trainable_parameters(module, graph)
         require_no_hooks(every_trained)  # of all, also of what others will hold: they would wait for the one that does
         trained = list(every_trained)
-        every = bucket_channels(plan, graph, cluster, communicator)
-        buckets = [(bucket, process_group) for bucket, process_group in every if role.device in bucket.owners]
-        ranges = ranges_by_rank(plan, graph, cluster, whole_weights=whole_weights)
+        buckets = [
+            (bucket, process_group)
+            for bucket, process_group in bucket_channels(assignment)
+            if role.device in bucket.owners
+        ]
+        ranges = ranges_by_rank(lowered)
         of_each = {name: self.ownership.updated(rank, name) for name in trained}
         slices = {name: own for name, own in of_each.items() if own is not None}
-        duty = duties(plan, graph, cluster)[rank]
+        spec = lowered.specs[rank]
         self.sharded = (
-            ShardedParameters(buckets, ranges, duty.readers, slices, communicator.device)
-            if plan.zero > 2 and duty is not None
+            ShardedParameters(buckets, ranges, spec.readers, slices, communicator.device)
+            if plan.zero > 2 and spec is not None
             else None
         )
         place_weights(
@@ -121,7 +118,7 @@ class RankModel:
             {n: p for n, p in self.parameters.items() if self.ownership.box(rank, n)}, self.masters.copies
         )
         self._watch.leave(look=True)
-        self.scale = _loss_scale(placement, graph, assignment.program)
+        self.scale = _loss_scale(lowered)
         self.optimizer = self._make_optimizer(optimizer)
         self._grouped = sum(len(group["params"]) for group in self.optimizer.param_groups)
         self.gradients = GradientBuckets(
@@ -135,7 +132,7 @@ class RankModel:
         )
         self.expect(assignment)
         self._closing.callback(self.gradients.close)
-        gathered = [a.index for a in assignment.program.ranks[rank] if a.kind == "GATHER" and a.index is not None]
+        gathered = [a.index for a in assignment.actions if a.kind == "GATHER" and a.index is not None]
         self.moves = OutsideMoves(self.masters, self.gradients, communicator, gathered, self.ownership.shards.keys())
         self._asked = Left(self.masters.updated)
         self.state = WorkerState(
@@ -146,7 +143,7 @@ class RankModel:
             ownership=self.ownership,
             communicator=communicator,
             shards={} if self.sharded is None else self.sharded.own,
-            drifts=len({(d.backend, d.kind) for d in cluster.devices}) > 1,
+            drifts=len({(d.backend, d.kind) for d in lowered.cluster.devices}) > 1,
             leader=placement.leader,
             followers=[other.rank for other in placement.places if not other.micro_batches.samples],
             keeps_options=not isinstance(optimizer, OptimizerSection),
@@ -154,9 +151,7 @@ class RankModel:
 
     def expect(self, assignment: Assignment) -> None:
         """Expect the gradients of the graph of that assignment from the next step on. On all ranks together."""
-        graph, actions = assignment.graph, assignment.program.ranks[assignment.rank]
-        completed = completed_gradients(actions, assignment.plan, graph, assignment.role)
-        self.gradients.expect(graph.reached, completed)
+        self.gradients.expect(assignment.lowered.graph.reached, completed_gradients(assignment))
 
     def _masters(
         self,
@@ -314,11 +309,11 @@ class RankModel:
         self._closing.close()
 
 
-def _loss_scale(placement: Placement, graph: ModelGraph, program: Program) -> LossScale | None:
+def _loss_scale(lowered: Lowered) -> LossScale | None:
     """None where nothing is computed in fp16. Raises PlanError where nothing would notice an overflow."""
-    narrow = any(role.active and role.precision == "fp16" for role in placement.places)
-    if not narrow and not any(p.trainable and p.dtype == "float16" for p in graph.parameters):
+    narrow = any(role.active and role.precision == "fp16" for role in lowered.placement.places)
+    if not narrow and not any(p.trainable and p.dtype == "float16" for p in lowered.graph.parameters):
         return None
-    if not all(any(action.kind == "CLIP" for action in actions) for actions in program.ranks if actions):
+    if not lowered.clip:
         raise PlanError("fp16 needs the norm of the gradient, which tells an overflow: lower the plan with clip=True")
     return LossScale()

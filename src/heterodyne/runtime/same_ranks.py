@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 import heterodyne
-from heterodyne.cluster.spec import Cluster
 from heterodyne.code_read import digest_of_code
 from heterodyne.errors import PlanError, WorkerError
-from heterodyne.plan.program import Program
+from heterodyne.plan.lower import Lowered
 from heterodyne.runtime.comm.communicator import Communicator
 
 __all__ = ["require_same_code", "require_same_software", "require_together"]
@@ -52,16 +51,14 @@ def require_same_code(communicator: Communicator, own: str, what: str) -> None:
         )
 
 
-def require_together(
-    module: nn.Module, program: Program, cluster: Cluster, communicator: Communicator, *, given: bool
-) -> None:
+def require_together(module: nn.Module, lowered: Lowered, communicator: Communicator, *, given: bool) -> None:
     """Raises PlanError or WorkerError if they are not. ``given``: weights come from elsewhere than the module of rank 0."""
-    if len(cluster.devices) != communicator.world_size or len(program.ranks) != communicator.world_size:
+    devices = lowered.cluster.devices
+    if len(devices) != communicator.world_size:
         raise PlanError(
-            f"the cluster has {len(cluster.devices)} devices and the program {len(program.ranks)} ranks, but "
-            f"{communicator.world_size} workers were started: start one worker a device"
+            f"the cluster has {len(devices)} devices, but {communicator.world_size} workers were started: start one worker a device"
         )
-    backend = cluster.devices[communicator.rank].backend
+    backend = devices[communicator.rank].backend
     if backend != communicator.device.type:
         raise WorkerError(
             f"rank {communicator.rank} runs on {communicator.device}, the cluster's device there is a {backend}: "

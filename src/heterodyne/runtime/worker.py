@@ -11,14 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import CheckpointError, DataError
-from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.loss_count import LossCount
-from heterodyne.plan.plan import Plan
+from heterodyne.plan.lower import Lowered
+from heterodyne.plan.placement import RankRole
 from heterodyne.plan.precision import Precision
-from heterodyne.plan.program import Program
 from heterodyne.processes.heap import trim_heap
 from heterodyne.runtime.assignment import Assignment
 from heterodyne.runtime.batch_work import BatchWork
@@ -29,7 +27,6 @@ from heterodyne.runtime.executor import Executor, Step, Watch
 from heterodyne.runtime.failed_lookups import told_with_place
 from heterodyne.runtime.liveness.slowdowns import Slowdowns
 from heterodyne.runtime.out_of_memory import longer_than_planned, told_with_stage
-from heterodyne.runtime.placement import RankRole
 from heterodyne.runtime.rank_model import RankModel
 from heterodyne.runtime.recapture.script_writes import ScriptWrites
 from heterodyne.runtime.recapture.variants import Again, Capture, Left, Variant, Variants
@@ -62,8 +59,7 @@ class Worker:
     Args:
         module: the user's model, in the mode (train or eval) in which it shall be trained. It is moved to the device. On rank 0
             with its weights; other ranks get those, so theirs may be on the meta device.
-        graph: what `capture` says of it.
-        plan, program, cluster: who does what; the program is the plan's, lowered. Ranks are places in the cluster.
+        lowered: who does what, of the plan for the captured model. Ranks are places in the cluster.
         communicator: of this rank, on its device. It stays the caller's to close.
         loss_count: how the losses of the parts of a batch make up the loss of the batch.
         optimizer: a section of a job, or a function that makes an optimizer from parameters (its rate then stays its own); it is given
@@ -79,7 +75,6 @@ class Worker:
         left: places that forward sets in the model and around it.
         compiled: ``torch.compile(module)``, which runs where the module runs as it is; None: the module itself does.
         compile_stages: pieces of the captured model are compiled too.
-        whole_weights: the optimizer must see each weight whole, so the state of none is cut.
         stored: where parameters are that no rank has yet; each reads what it holds.
         weights: on rank 0 those of a model without any, by name; None: its module has them, or they are ``stored``.
         say: takes lines for people.
@@ -95,10 +90,7 @@ class Worker:
         self,
         module: nn.Module,
         *,
-        graph: ModelGraph,
-        plan: Plan,
-        program: Program,
-        cluster: Cluster,
+        lowered: Lowered,
         communicator: Communicator,
         loss_count: LossCount,
         optimizer: OptimizerSection | OptimizerFactory,
@@ -113,23 +105,22 @@ class Worker:
         left: Sequence[Left] = (),
         compiled: Callable[..., object] | None = None,
         compile_stages: bool = False,
-        whole_weights: bool = False,
         stored: Stored | None = None,
         weights: Iterable[tuple[str, Tensor]] | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         given = stored is not None or weights is not None
-        require_together(module, program, cluster, communicator, given=given)
+        require_together(module, lowered, communicator, given=given)
         self.module = module
-        self.graph = graph
-        self.plan = plan
+        self.graph = lowered.graph
+        self.plan = lowered.plan
         self.rank = communicator.rank
         self.steps_done = 0
         self.recorder = recorder or Recorder(rank=self.rank, device=communicator.device, on=False)
         self._communicator = communicator = communicator.branch()
         self._closing.callback(communicator.close)
-        assignment = Assignment(graph=graph, plan=plan, program=program, cluster=cluster, communicator=communicator)
-        self.placement = assignment.placement
+        assignment = Assignment(lowered=lowered, communicator=communicator)
+        self.placement = lowered.placement
         section = optimizer if isinstance(optimizer, OptimizerSection) else None
         channels = Channels(communicator)
 
@@ -160,7 +151,7 @@ class Worker:
                 stages,
                 communicator,
                 role=self._role,
-                global_batch_size=plan.global_batch_size,
+                global_batch_size=lowered.plan.global_batch_size,
                 loss_count=capture.loss_count,
                 buffers=held.buffers,
                 section=section,
@@ -180,9 +171,9 @@ class Worker:
 
         def switched(variant: Variant) -> None:
             held.expect(variant.assignment)
-            self._executor.follow(variant.assignment.program)
+            self._executor.follow(variant.assignment.lowered.program)
 
-        first = Capture(graph=graph, loss_count=loss_count, programs=stage_programs, left=left)
+        first = Capture(graph=lowered.graph, loss_count=loss_count, programs=stage_programs, left=left)
         stages = stages_of(first, assignment)
         cut = is_cut(stages)
         self._model = held = RankModel(
@@ -192,7 +183,6 @@ class Worker:
             recorder=self.recorder,
             cut=cut,
             host_activation_bytes=host_activation_bytes,
-            whole_weights=whole_weights,
             stored=stored,
             weights=weights,
         )
@@ -218,7 +208,7 @@ class Worker:
             say=say,
         )
         self._say = say
-        self._slowdowns = Slowdowns(communicator, self.recorder, [device.id for device in cluster.devices])
+        self._slowdowns = Slowdowns(communicator, self.recorder, [device.id for device in lowered.cluster.devices])
         self._averages: list[WeightAverage] = []
         self._loaded: dict[int, WeightAverage] = {}  # those that nobody has asked for yet
         self._first = True  # no step has been done here
@@ -226,7 +216,7 @@ class Worker:
         self._settled = None if communicator.device.type == "cpu" else torch.Event(communicator.device)
         self._executor = Executor(
             rank=self.rank,
-            program=program,
+            program=lowered.program,
             loss_stage=self._role.stages[-1] if self._role.last else None,
             gradients=held.gradients,
             weights=held.masters,

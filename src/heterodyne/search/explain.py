@@ -10,7 +10,7 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.sharded_stage import shard_stage
-from heterodyne.plan.state_shards import state_parts
+from heterodyne.plan.weights import PlannedWeights
 from heterodyne.search.planned import Candidate, Planned, Strategy, serves
 from heterodyne.search.result import AlternativeRow, PlanningResult
 from heterodyne.units import format_bytes, format_seconds
@@ -257,7 +257,8 @@ def _turns(pipeline: Pipeline) -> str:
 
 def _sharded(plan: Plan, graph: ModelGraph) -> str:
     """What devices with the same weights share out, and the part that each keeps; nothing where they share out nothing."""
-    parts = ", ".join(f"{device} {part:.0%}" for device, part in state_parts(plan, graph).items() if round(part, 2) < 1)
+    own = PlannedWeights.of(plan, graph).state_parts
+    parts = ", ".join(f"{device} {part:.0%}" for device, part in own.items() if round(part, 2) < 1)
     if not parts:
         return ""
     what = {

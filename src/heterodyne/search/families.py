@@ -77,7 +77,7 @@ class Families:
 
     @cached_property
     def _sharding(self) -> Sharding | None:
-        if not self.sharded or not self.able.allow("state_sharding") or self.able.whole_weights:
+        if not self.sharded or not self.able.allow("state_sharding") or self.able.reach != "element":
             return None
         return Sharding(model=self.model, runs=self._beside_others)
 
@@ -190,7 +190,9 @@ class Families:
         return tuple(there[:1] or sorted({-(-self.samples // size) for size in self.sizes}))
 
     def _parameters_sharded(self, found: Sequence[Candidate]) -> Iterator[Candidate]:
-        allowed = self.able.allow("parameter_sharding", "several_stages", "empty_share") and not self.able.whole_weights
+        allowed = (
+            self.able.allow("parameter_sharding", "several_stages", "empty_share") and self.able.reach == "element"
+        )
         if len(self._beside_others) == len(self.model.cluster.devices) or not allowed:
             return
         if self._at_work_s / CLEARLY < self._below_s(found):

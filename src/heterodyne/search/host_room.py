@@ -8,7 +8,7 @@ from heterodyne.cost.model import CostModel
 from heterodyne.graph.ir import dtype_bytes
 from heterodyne.plan.optimizer_state import host_values
 from heterodyne.plan.plan import Plan
-from heterodyne.plan.state_shards import state_parts
+from heterodyne.plan.weights import PlannedWeights
 from heterodyne.sim.run import Simulation
 from heterodyne.units import format_bytes
 
@@ -29,21 +29,20 @@ class HostBytes:
 
 def kept_on_hosts(model: CostModel, made: Plan, simulation: Simulation) -> dict[str, HostBytes]:
     """For each node what a plan keeps in its memory; nodes where it keeps nothing are left out."""
-    parts = state_parts(made, model.graph)
-    boxes = None
+    weights = None
     found: dict[str, HostBytes] = {}
     for device in made.devices:
         stages = [stage for p in made.pipelines for stage in p.stages if device in stage.devices]
         activations = simulation.host_bytes[model.cluster.rank(device)]
         state = 0
         if any(stage.offload for stage in stages):
-            boxes = model.boxes_of(made) if boxes is None else boxes
+            weights = weights or PlannedWeights.of(made, model.graph)
             memory, ops = model.device_memory[device], [stage.ops for stage in stages]
-            recipe, held = model.recipe, [p for p in memory.held(ops, boxes[device]) if p.trainable]
+            recipe, held = model.recipe, [p for p in memory.held(ops, weights.boxes[device]) if p.trainable]
             whole = sum(
                 max(4, dtype_bytes(p.dtype)) * host_values(recipe.optimizer, recipe.momentum, p.shape) for p in held
             )
-            state = round(parts.get(device, 1.0) * whole)
+            state = round(weights.state_parts.get(device, 1.0) * whole)
         if state or activations:
             node = model.cluster.device(device).node
             before = found.get(node, HostBytes())

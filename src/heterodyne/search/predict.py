@@ -56,8 +56,8 @@ def plan_of(model: CostModel, samples: int, pipelines: tuple[Pipeline, ...], sch
 
 def predict(model: CostModel, made: Plan, runs: Mapping[str, MicroBatchChoice]) -> tuple[Plan, Simulation]:
     """The plan with its prediction filled in, and how it plays. Raises PlanError for a plan that cannot run."""
-    program = lower(made, model.graph, model.cluster, clip=model.recipe.clip)
-    simulation = simulate(program, model.of(made))
+    lowered = lower(made, model.graph, model.cluster, clip=model.recipe.clip)
+    simulation = simulate(lowered.program, model.of(made, lowered.weights))
     samples_per_s = made.global_batch_size / simulation.step_s if simulation.step_s > 0 else 0.0
     bound = sum(own_rates(model, made, runs).values())
     memory = {device: simulation.peak_bytes[model.cluster.rank(device)] for device in made.devices}

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError, PlanError
-from heterodyne.plan.buckets import planned_buckets
+from heterodyne.plan.boxes import Box
 from heterodyne.plan.plan import Pipeline, Plan, Stage
-from heterodyne.plan.state_shards import state_parts
+from heterodyne.plan.weights import PlannedWeights
 from heterodyne.search.data_parallel import DataParallel
 from heterodyne.search.fit import Fit
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
@@ -98,24 +98,25 @@ class Sharding:
 
     def _with_shards(self, made: Plan, played: Simulation, zero: int) -> Plan | None:
         """The plan with the shards that its simulation asks for; None if there is no room for it."""
-        own = {device: self._bytes(device, made, zero) for device in made.devices}
-        parts = state_parts(made, self.model.graph)
+        weights = PlannedWeights.of(made, self.model.graph)
+        boxes, parts = weights.boxes, weights.state_parts
+        own = {device: self._bytes(device, made, boxes[device], zero) for device in made.devices}
         peaks = {device: played.peak_bytes[self.model.cluster.rank(device)] for device in own}
         room = {
             d: parts.get(d, 1.0) * size + self.model.cluster.device(d).memory_bytes - peaks[d]
             for d, size in own.items()
         }
         groups: dict[tuple[str, ...], int] = {}
-        for bucket in planned_buckets(made, self.model.graph):
+        for bucket in weights.buckets:
             groups[bucket.owners] = groups.get(bucket.owners, 0) + bucket.bytes
-        weights = {d: sum(size for owners, size in groups.items() if d in owners) or 1 for d in own}
+        held = {d: sum(size for owners, size in groups.items() if d in owners) or 1 for d in own}
         shares: dict[str, int] = {}
         for owners in sorted((o for o in groups if len(o) > 1), key=lambda o: -groups[o]):
             if any(device in shares for device in owners):
                 continue  # what little else they share follows the shares of what they share most
-            total = max(own[d] * groups[owners] / weights[d] for d in owners)
+            total = max(own[d] * groups[owners] / held[d] for d in owners)
             rounding = total / _PARTS
-            left = [room[d] - own[d] * (1 - groups[owners] / weights[d]) - rounding for d in owners]
+            left = [room[d] - own[d] * (1 - groups[owners] / held[d]) - rounding for d in owners]
             kept = least_time_shards(total, left, [self._bytes_per_s(d, owners) for d in owners])
             if kept is None:
                 return None
@@ -124,10 +125,10 @@ class Sharding:
         pipelines = tuple(_with_shares(pipeline, shares) for pipeline in made.pipelines)
         return made.model_copy(update={"zero": zero, "predicted": None, "pipelines": pipelines})
 
-    def _bytes(self, device: str, plan: Plan, zero: int) -> float:
+    def _bytes(self, device: str, plan: Plan, boxes: Mapping[str, Box], zero: int) -> float:
         """What is sharded of all weights that the device holds, whole."""
         stages = [stage.ops for p in plan.pipelines for stage in p.stages if device in stage.devices]
-        use = self.model.memory_use(device, 0, stages, boxes=self.model.boxes_of(plan)[device])
+        use = self.model.memory_use(device, 0, stages, boxes=boxes)
         if zero < 3:
             return use.optimizer
         return (use.optimizer + use.gradients + self.model.graph.trainable_bytes) * (1 + use.lost / use.tensors)

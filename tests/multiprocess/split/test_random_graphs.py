@@ -94,10 +94,7 @@ def errors_of(world: World, written: Program, ways: list[Lie]) -> list[float]:
             module = Written(written).train()
             worker = Worker(
                 module,
-                graph=graph,
-                plan=plan,
-                program=lower(plan, graph, cluster),
-                cluster=cluster,
+                lowered=lower(plan, graph, cluster),
                 communicator=communicator,
                 loss_count=captured.loss_count,
                 optimizer=OptimizerSection(lr=1e-2),

@@ -65,7 +65,7 @@ def test_bytes_move_from_the_device_to_its_host_and_fast_links_cost_next_to_noth
     for rate in (1e-12, 1.0):
         costs = costs_of(copy_s_per_byte=rate)
         played = [
-            simulate(lower(made, MODEL, MACHINES), costs.of(made))
+            simulate(lower(made, MODEL, MACHINES).program, costs.of(made))
             for made in (plan_of(costs, 24, (plain,)), plan_of(costs, 24, (hosted,)))
         ]
         seconds.append([each.step_s for each in played])
@@ -121,7 +121,7 @@ def test_a_pipeline_that_asks_for_activations_ahead_hides_the_copies_and_needs_t
         hosted = first.model_copy(update={"offload_activations": (0, 1), "reload_ahead": ahead})
         pipeline = Pipeline(micro_batches=MicroBatches((2,) * 6), stages=(hosted, second))
         made = plan_of(costs, 12, (pipeline,), schedule="GPipe")
-        played[ahead] = simulate(lower(made, MODEL, machines), costs.of(made))
+        played[ahead] = simulate(lower(made, MODEL, machines).program, costs.of(made))
     assert played[1].step_s < played[None].step_s
     assert played[0].step_s <= played[None].step_s + 1e-9
     assert played[1].peak_bytes[0] > played[None].peak_bytes[0]

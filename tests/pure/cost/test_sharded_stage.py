@@ -21,6 +21,7 @@ from heterodyne.graph.ir import Ref
 from heterodyne.plan import Axis, Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Exchange
+from heterodyne.plan.weights import PlannedWeights
 from heterodyne.sim import simulate
 from pure.build import cluster, linear, profile
 from pure.cost.transformer import HIDDEN_BYTES, transformer
@@ -127,7 +128,7 @@ def test_rows_of_a_mesh_cost_what_pipelines_of_their_own_would() -> None:
     assert (first.forward_s[0], first.forward_s[2]) == alone.forward_s
     assert first.forward_s[1] == first.backward_s[1] == first.kept_bytes[1] == 0
     assert first.together == (0, 1)
-    steps = [simulate(lower(plan, costs.graph, costs.cluster), costs.of(plan)).step_s for plan in (mesh, apart)]
+    steps = [simulate(lower(plan, costs.graph, costs.cluster).program, costs.of(plan)).step_s for plan in (mesh, apart)]
     assert steps[0] == pytest.approx(steps[1])
 
 
@@ -248,7 +249,7 @@ def test_what_two_axes_divide_both_do_and_only_those_of_one_line_exchange(kinds:
     sent = {(a, b) for each in exchanged for a, row in enumerate(each) for b, size in enumerate(row) if size}
     assert sent
     assert all(a % 3 == b % 3 or a // 3 == b // 3 for a, b in sent)
-    assert simulate(lower(plan, costs.graph, costs.cluster), costs.of(plan)).exchange_s[0] > 0
+    assert simulate(lower(plan, costs.graph, costs.cluster).program, costs.of(plan)).exchange_s[0] > 0
 
 
 def test_what_a_stage_would_make_for_nobody_is_no_part_of_it() -> None:
@@ -375,7 +376,7 @@ def test_a_member_holds_and_updates_its_boxes_alone() -> None:
     own = [rank for rank in made.ranks if rank is not None]
     assert [rank.step_s for rank in own] == pytest.approx([whole * 2 / 3, whole / 3])
     assert set(made.reduce_s) == {0.0}  # nobody else has the same
-    boxes = costs.boxes_of(planned(costs, stage(model, "split", ids, (2, 1))))
+    boxes = PlannedWeights.of(planned(costs, stage(model, "split", ids, (2, 1))), model).boxes
     use = costs.memory_use(ids[0], 0, [(0, len(model.ops))], boxes[ids[0]])
     assert use.parameters == use.gradients == pytest.approx(model.parameter_bytes * 2 / 3)
 
@@ -412,7 +413,7 @@ def test_a_stage_in_parts_in_a_pipeline(
     )
     plan = planned(costs, *stages, sizes=sizes).model_copy(update={"schedule": schedule})
     made = costs.of(plan)
-    played = simulate(lower(plan, model, costs.cluster), made)
+    played = simulate(lower(plan, model, costs.cluster).program, made)
     assert played.step_s >= made.lower_bound_s - 1e-9
     assert played.exchange_s[0] == played.exchange_s[1] > 0
     assert played.exchange_s[2:] == (0.0, 0.0)

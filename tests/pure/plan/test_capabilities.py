@@ -89,7 +89,7 @@ def test_what_the_table_allows_lowers_and_plays_and_nothing_else(trait: str, dev
         times = CostModel(graph=model, cluster=machines, profile=profile(model, machines, [linear(1.0)] * devices)).of(
             drawn
         )
-        assert simulate(lower(drawn, model, machines), times).step_s > 0
+        assert simulate(lower(drawn, model, machines).program, times).step_s > 0
 
 
 @given(
@@ -112,9 +112,7 @@ def test_the_search_proposes_only_what_the_table_allows(trait: str, rates: list[
 
 def test_whole_weights_are_not_split() -> None:
     assert Capabilities(CHAIN).allow("tensor_parallel")
-    assert (
-        Capabilities(CHAIN, whole_weights=True).why_not("tensor_parallel") == "the optimizer updates whole weights only"
-    )
+    assert Capabilities(CHAIN, reach="weight").why_not("tensor_parallel") == "the optimizer updates whole weights only"
 
 
 def test_every_trait_refuses_features_that_there_are() -> None:

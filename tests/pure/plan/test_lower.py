@@ -10,7 +10,6 @@ from heterodyne.errors import PlanError
 from heterodyne.plan import Action, Layout, MicroBatches, Pipeline, Plan, Program, Region, Stage
 from heterodyne.plan.lower import lower
 from heterodyne.plan.schedules import SCHEDULES
-from heterodyne.plan.traffic import duties
 from heterodyne.plan.verify import program_violations, require_runnable
 from pure.build import cluster, graph
 
@@ -35,15 +34,15 @@ def plan_of(*pipelines: Pipeline, schedule: str = "1F1B") -> Plan:
     )
 
 
-def rows(program: Program) -> list[str]:
-    return [" ".join(map(str, row)) for row in program.ranks]
+def rows(plan: Plan) -> list[str]:
+    return [" ".join(map(str, row)) for row in lower(plan, MODEL, MACHINES).program.ranks]
 
 
 TWO_STAGES = Pipeline(micro_batches=MicroBatches((2, 2)), stages=(stage(0, 7, 0), stage(7, 14, 1)))
 
 
 def test_two_stages_send_forward_and_back() -> None:
-    first, second, *idle = rows(lower(plan_of(TWO_STAGES), MODEL, MACHINES))
+    first, second, *idle = rows(plan_of(TWO_STAGES))
     assert first == "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0CLIP 0STEP"
     assert second == "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 0CLIP 0STEP"
     assert idle == ["", ""]
@@ -51,7 +50,7 @@ def test_two_stages_send_forward_and_back() -> None:
 
 def test_gradients_are_reduced_between_the_owners_of_the_same_parameters() -> None:
     whole = Pipeline(micro_batches=MicroBatches((1,)), stages=(stage(0, 14, 2),))
-    first, second, third, _ = rows(lower(plan_of(TWO_STAGES, whole), MODEL, MACHINES))
+    first, second, third, _ = rows(plan_of(TWO_STAGES, whole))
     reduced = [{word for word in row.split() if "REDUCE" in word} for row in (first, second, third)]
     assert reduced[0].isdisjoint(reduced[1])
     assert reduced[0] | reduced[1] == reduced[2]
@@ -62,7 +61,7 @@ def test_stages_of_one_place_exchange_nothing() -> None:
     v = Pipeline(
         micro_batches=MicroBatches((1, 1)), stages=(stage(0, 4, 0), stage(4, 7, 1), stage(7, 9, 1), stage(9, 14, 0))
     )
-    _, turn, *_ = rows(lower(plan_of(v, schedule="ZBVZeroBubble"), MODEL, MACHINES))
+    _, turn, *_ = rows(plan_of(v, schedule="ZBVZeroBubble"))
     words = turn.split()
     assert "1SEND_F0" not in words
     assert "2RECV_F0" not in words
@@ -80,16 +79,15 @@ def test_every_schedule_can_run(name: str, places: int, micro_batches: int) -> N
     if others and places == 4:
         return
     made = plan_of(pipeline, *others, schedule=name)
-    assert program_violations(lower(made, MODEL, MACHINES), duties(made, MODEL, MACHINES)) == ()
+    lowered = lower(made, MODEL, MACHINES)
+    assert program_violations(lowered.program, lowered.specs) == ()
 
 
 def test_ranks_that_wait_for_each_other_are_found() -> None:
-    made = plan_of(TWO_STAGES)
-    first, second, *rest = (list(row) for row in lower(made, MODEL, MACHINES).ranks)
+    lowered = lower(plan_of(TWO_STAGES), MODEL, MACHINES)
+    first, second, *rest = (list(row) for row in lowered.program.ranks)
     first.insert(0, first.pop(4))  # waits for a gradient before it has sent anything
-    broken = program_violations(
-        Program(ranks=(tuple(first), tuple(second), *map(tuple, rest))), duties(made, MODEL, MACHINES)
-    )
+    broken = program_violations(Program(ranks=(tuple(first), tuple(second), *map(tuple, rest))), lowered.specs)
     assert any("0RECV_B0" in sentence for sentence in broken)
 
     order = ("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0")
@@ -99,8 +97,8 @@ def test_ranks_that_wait_for_each_other_are_found() -> None:
 
 
 def test_what_nobody_needs_is_found() -> None:
-    made = plan_of(TWO_STAGES)
-    ranks = [list(row) for row in lower(made, MODEL, MACHINES).ranks]
+    lowered = lower(plan_of(TWO_STAGES), MODEL, MACHINES)
+    ranks = [list(row) for row in lowered.program.ranks]
     ranks[0].insert(2, Action(1, "F", 0))
     with pytest.raises(PlanError, match="rank 0 runs 1F0, but holds stage 0: remove it"):
-        require_runnable(Program(ranks=tuple(map(tuple, ranks))), duties(made, MODEL, MACHINES))
+        require_runnable(Program(ranks=tuple(map(tuple, ranks))), lowered.specs)

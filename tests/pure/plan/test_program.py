@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from heterodyne.errors import PlanError
 from heterodyne.plan import Action, MicroBatches, Program
-from heterodyne.plan.buckets import planned_buckets
 from heterodyne.plan.lower import lower
-from heterodyne.plan.traffic import RankSpec, duties
+from heterodyne.plan.traffic import RankSpec
 from heterodyne.plan.verify import collective_order, program_violations, require_runnable
 from pure.build import cluster, graph
 from pure.plan.strategies import MICRO_BATCHES, valid_plan
@@ -37,9 +36,9 @@ def test_what_a_plan_lowers_to_can_run(micro_batches: list[MicroBatches | None],
         return
     plan = valid_plan(MODEL, MACHINES, micro_batches, bucket_bytes=size)
     lowered = lower(plan, MODEL, MACHINES, clip=clip)
-    buckets = [b for b in planned_buckets(plan, MODEL) if len(b.owners) > 1]
-    assert program_violations(lowered, duties(plan, MODEL, MACHINES)) == ()
-    for m, actions in zip(micro_batches, lowered.ranks, strict=True):
+    buckets = [b for b in lowered.weights.buckets if len(b.owners) > 1]
+    assert program_violations(lowered.program, lowered.specs) == ()
+    for m, actions in zip(micro_batches, lowered.program.ranks, strict=True):
         kinds = [action.kind for action in actions]
         expected = 0 if m is None else 2 * len(m) + len(buckets) + clip + 1
         assert len(kinds) == expected
@@ -47,7 +46,7 @@ def test_what_a_plan_lowers_to_can_run(micro_batches: list[MicroBatches | None],
 
 
 def test_one_micro_batch_of_activations_is_alive_at_a_time() -> None:
-    (row, *_) = lower(valid_plan(MODEL, MACHINES, [MicroBatches((2, 2, 1)), None, None]), MODEL, MACHINES).ranks
+    (row, *_) = lower(valid_plan(MODEL, MACHINES, [MicroBatches((2, 2, 1)), None, None]), MODEL, MACHINES).program.ranks
     assert " ".join(map(str, row)).startswith("0F0 0B0 0F1 0B1 0F2 0B2 0CLIP")
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterodyne.plan.buckets import planned_buckets
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.state_shards import cut_by_shares, sharded_bucket
+from heterodyne.plan.weights import PlannedWeights
 from pure.build import cluster, graph
 from pure.plan.strategies import valid_plan
 
@@ -32,7 +32,7 @@ def test_ranges_are_as_long_as_shares(elements: int, shares: list[int]) -> None:
 def test_every_element_has_one_owner(shares: list[int], whole: bool, bucket_bytes: int) -> None:
     plan = PLAN.model_copy(update={"bucket_bytes": bucket_bytes})
     of = dict(zip(plan.devices, shares, strict=True))
-    for bucket in planned_buckets(plan, MODEL):
+    for bucket in PlannedWeights.of(plan, MODEL).buckets:
         made = sharded_bucket(bucket, MODEL, of, whole_weights=whole)
         taken = sorted((own.part.name, own.start, own.stop) for own in made.slices)
         for name in bucket.parameters:

@@ -77,7 +77,7 @@ def test_what_is_planned_for_classes_runs_on_the_devices(rates: list[float], sam
         assert violations(candidate.plan, model.graph, model.cluster) == ()
         assert candidate.step_s is not None
         assert candidate.step_s >= simulate(
-            lower(candidate.plan, model.graph, model.cluster), model.of(candidate.plan)
+            lower(candidate.plan, model.graph, model.cluster).program, model.of(candidate.plan)
         ).step_s * (1 - 1e-9)
         assert candidate.step_s >= samples / sum(rates) * (1 - 1e-9)  # all devices always at work
 
@@ -106,7 +106,7 @@ def test_what_the_fleet_search_predicts_is_what_the_simulator_plays(
             continue
         bound = bind(row.plan.model_copy(update={"predicted": None}), model, classes)
         bound = bound.model_copy(update={"cluster": machines.fingerprint})
-        played_s = simulate(lower(bound, model, machines), believed.of(bound)).step_s
+        played_s = simulate(lower(bound, model, machines).program, believed.of(bound)).step_s
         assert row.plan.predicted.step_s == pytest.approx(played_s, rel=apart)
         compared += 1
     assert compared >= 3

@@ -277,14 +277,10 @@ class _Forms:
             devices=(Device(id="this", kind="this", node="this", memory_bytes=0, backend=self._device.type),),
         )
         plan = one_device_plan(self._graph, cluster, starts, self._batch.parts)
-        program = lower(plan, self._graph, cluster, clip=False)
         with Communicator(rank=0, world_size=1, device=self._device) as alone:
             worker = Worker(
                 self._module,
-                graph=self._graph,
-                plan=plan,
-                program=program,
-                cluster=cluster,
+                lowered=lower(plan, self._graph, cluster, clip=False),
                 communicator=alone,
                 loss_count=self._loss_count,
                 optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),

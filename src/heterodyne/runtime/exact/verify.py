@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from heterodyne.errors import DataError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.loss_count import LossCount
+from heterodyne.plan.placement import Placement
 from heterodyne.runtime.exact.weighting import known_loss, weighted_sum
-from heterodyne.runtime.placement import Placement
 from heterodyne.runtime.slices import GlobalBatchLike, as_source, union
 from heterodyne.runtime.stages.forward import Forward, Precision
 from heterodyne.runtime.weights.trainable import trainable_parameters

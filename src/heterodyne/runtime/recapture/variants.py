@@ -20,10 +20,7 @@ from torch import Tensor, nn
 from heterodyne.errors import HeterodyneError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.loss_count import LossCount
-from heterodyne.plan.check import require_valid
-from heterodyne.plan.lower import lower
-from heterodyne.plan.realign import realigned
-from heterodyne.plan.traffic import Traffic
+from heterodyne.plan.lower import lower_again
 from heterodyne.runtime.assignment import Assignment
 from heterodyne.runtime.batch_work import BatchWork
 from heterodyne.runtime.exact.later_batches import LaterBatches
@@ -386,13 +383,7 @@ class Variants:
         if self._again is None:
             raise PlanError(f"{words} since the model was captured, and nothing here can capture it again")
         capture = self._again(self._module, self._replaced.whole, list(self._numbers))
-        plan = realigned(first.plan, first.graph, capture.graph, self._replaced.whole.keys())
-        require_valid(plan, capture.graph, first.cluster)
-        # Where gradients flow now and did not before, or the other way round, ranks have other messages; their buckets stay.
-        traffic = [Traffic.of(pipeline, capture.graph) for pipeline in plan.pipelines]
-        clip = any(action.kind == "CLIP" for actions in first.program.ranks for action in actions)
-        program = lower(first.plan, first.graph, first.cluster, clip=clip, traffic=traffic)
-        return capture, replace(first, graph=capture.graph, plan=plan, program=program)
+        return capture, replace(first, lowered=lower_again(first.lowered, capture.graph, self._replaced.whole.keys()))
 
     def _together(self, do: Callable[[], T], words: str, remedy: str) -> T:
         """All ranks do it. Raises PlanError, on all of them, for what one of them raises."""

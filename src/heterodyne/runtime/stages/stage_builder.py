@@ -15,19 +15,16 @@ from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import PlanError
 from heterodyne.graph.cut import Value
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.plan.buckets import Bucket, planned_buckets
 from heterodyne.plan.kept import kept_ops
 from heterodyne.plan.mesh import lines
+from heterodyne.plan.placement import Placement, RankRole
 from heterodyne.plan.plan import Pipeline, Plan
-from heterodyne.plan.program import Action
-from heterodyne.plan.state_shards import Range, sharded_buckets
 from heterodyne.recent import Recent
 from heterodyne.runtime.assignment import Assignment
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.comm.p2p import P2P
 from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.exact.exchange import SampleExchange
-from heterodyne.runtime.placement import Placement, RankRole
 from heterodyne.runtime.split.group import Group
 from heterodyne.runtime.split.team import SplitTeam
 from heterodyne.runtime.stages.deferred import MainGradBuffer
@@ -42,9 +39,6 @@ __all__ = [
     "StageBuilder",
     "StagePrograms",
     "StageRuntime",
-    "bucket_channels",
-    "completed_gradients",
-    "ranges_by_rank",
 ]
 
 MOST_SHAPES = 32
@@ -153,12 +147,12 @@ class StageBuilder:
         compile_stages: bool = False,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        graph, plan, placement = assignment.graph, assignment.plan, assignment.placement
+        graph, plan, placement = assignment.lowered.graph, assignment.lowered.plan, assignment.lowered.placement
         self._module = module
         self._compiled = compiled
         self._compile_stages = compile_stages
         self._device = assignment.communicator.device
-        self._cluster = assignment.cluster
+        self._cluster = assignment.lowered.cluster
         self._role = assignment.role
         self._precisions = [role.precision for role in placement.places]
         self._programs = programs
@@ -175,13 +169,11 @@ class StageBuilder:
         self._divided = graph.loss.reduction == "terms"
         self._coupled = graph.loss.reduction == "coupled"
         self._exchange = _exchange(placement, channels) if self._coupled else SampleExchange(None, 0)
-        self._halves = frozenset(
-            action.stage for action in assignment.program.ranks[assignment.rank] if action.kind == "W"
-        )
+        self._halves = frozenset(action.stage for action in assignment.actions if action.kind == "W")
         self._pipeline = None if self._role.pipeline is None else plan.pipelines[self._role.pipeline]
         self._pieces = [] if self._pipeline is None else _pieces(self._pipeline, graph)
         self._captured = captured_shapes(graph)
-        self._teams = _teams(plan, assignment.cluster, channels)
+        self._teams = _teams(plan, self._cluster, channels)
         self._made: Recent[Shapes, StageRuntime] = Recent(MOST_SHAPES)
         self._new_shapes = NewShapes(self._captured, MOST_SHAPES, say)
         self._cut_out: dict[int, _Program] | None = None  # of the shapes of the capture, until `parts` binds them
@@ -344,56 +336,6 @@ def captured_shapes(graph: ModelGraph) -> Shapes:
 def shapes_of(batch: Mapping[str, Tensor], captured: Shapes) -> Shapes:
     """Those of a batch. An input has as many dims as it was captured with or one more, its batch, first."""
     return tuple((name, tuple(batch[name].shape[batch[name].dim() - len(shape) :])) for name, shape in captured)
-
-
-def bucket_channels(
-    plan: Plan, graph: ModelGraph, cluster: Cluster, communicator: Communicator
-) -> list[tuple[Bucket, ProcessGroup | None]]:
-    """Every bucket of the plan with the process group between its owners; None on ranks that are none of them. Collective."""
-    buckets = planned_buckets(plan, graph)
-    process_groups: dict[tuple[str, ...], ProcessGroup | None] = {}
-    for bucket in buckets:
-        if bucket.owners not in process_groups:
-            process_groups[bucket.owners] = communicator.process_group(sorted(map(cluster.rank, bucket.owners)))
-    return [(bucket, process_groups[bucket.owners]) for bucket in buckets]
-
-
-def ranges_by_rank(
-    plan: Plan, graph: ModelGraph, cluster: Cluster, *, whole_weights: bool
-) -> dict[int, tuple[Range, ...]]:
-    """Of each bucket whose state is sharded, by its number, the ranges of its owners in the order of their ranks."""
-    return {
-        number: tuple(bucket.ranges[device] for device in sorted(bucket.ranges, key=cluster.rank))
-        for number, bucket in sharded_buckets(plan, graph, whole_weights=whole_weights).items()
-    }
-
-
-def completed_gradients(
-    actions: Sequence[Action], plan: Plan, graph: ModelGraph, role: RankRole
-) -> dict[int, frozenset[str]]:
-    """For each stage of a rank, the parameters whose gradients its last whole backward completes.
-
-    A parameter that several of them read is completed by the one that comes last. One that is read where backwards come in
-    halves is completed by none: its gradient is there when the last half is done.
-    """
-    if role.pipeline is None:
-        return {}
-    stages = plan.pipelines[role.pipeline].stages
-    last = {action.stage: number for number, action in enumerate(actions) if action.kind in ("B", "W")}
-    halves = {action.stage for action in actions if action.kind == "W"}
-    by: dict[str, int] = {}
-    for stage in sorted(last, key=last.__getitem__):
-        for op in graph.ops[stages[stage].ops[0] : stages[stage].ops[1]]:
-            by.update(dict.fromkeys(op.parameters, stage))
-    in_halves = {
-        name
-        for stage in halves
-        for op in graph.ops[stages[stage].ops[0] : stages[stage].ops[1]]
-        for name in op.parameters
-    }
-    return {
-        stage: frozenset(name for name, of in by.items() if of == stage and name not in in_halves) for stage in last
-    }
 
 
 def _statistics(placement: Placement, channels: Channels) -> ProcessGroup | None:

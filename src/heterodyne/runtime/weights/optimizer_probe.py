@@ -11,20 +11,18 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import prod
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from heterodyne.errors import HeterodyneError
+from heterodyne.job import Reach
 from heterodyne.runtime.checkpoint.random_state import unchanged_random_state
 from heterodyne.runtime.weights.optimizer import OptimizerFactory, optimizer_of
 from heterodyne.runtime.weights.optimizer_trace import Trace, Weights, differ, draws, joined, trace_of
 
-__all__ = ["Reach", "Tried", "left_out", "reach_of"]
-
-Reach: TypeAlias = Literal["element", "weight", "model"]
-"""What the update of an element may depend on."""
+__all__ = ["Tried", "left_out", "reach_of"]
 
 _SIZE = 4
 _LARGE = (2, 33 * 128)

@@ -6,12 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from heterodyne.cluster.spec import Cluster
-from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.boxes import Box, refined
-from heterodyne.plan.buckets import holdings_of
-from heterodyne.plan.plan import Plan
-from heterodyne.plan.state_shards import Range, sharded_buckets
+from heterodyne.plan.lower import Lowered
+from heterodyne.plan.state_shards import Range
 
 __all__ = ["Ownership"]
 
@@ -34,13 +31,12 @@ class Ownership:
     apart: bool = False
 
     @classmethod
-    def of(cls, plan: Plan, graph: ModelGraph, cluster: Cluster, *, whole_weights: bool = False) -> Ownership:
-        """``whole_weights``: the state of a parameter is kept by one device, or all of it by each."""
+    def of(cls, lowered: Lowered) -> Ownership:
+        plan, graph, cluster, holdings = lowered.plan, lowered.graph, lowered.cluster, lowered.weights.holdings
         working = {d for p in plan.pipelines if p.micro_batches.samples for stage in p.stages for d in stage.devices}
-        holdings = holdings_of(plan, graph)
         cut = {name: of for name, of in holdings.items() if any(of.values())}
         shards: dict[str, dict[Box, dict[int, Range]]] = {}
-        for bucket in sharded_buckets(plan, graph, whole_weights=whole_weights).values():
+        for bucket in lowered.weights.sharded.values():
             for own in bucket.slices:
                 of = shards.setdefault(own.part.name, {}).setdefault(own.part.box, {})
                 of[cluster.rank(own.owner)] = (own.start, own.stop)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from heterodyne.errors import PlanError
-from heterodyne.runtime.placement import Placement
+from heterodyne.plan.placement import Placement
 from heterodyne.runtime.weights.gradients import refusal_of_hook
 from heterodyne.runtime.weights.materialise import stored_tensors
 from heterodyne.runtime.weights.outside_moves import OutsideMoves

@@ -204,7 +204,7 @@ def test_the_program_of_a_plan_is_its_schedule(schedule: ScheduleName, layout: s
     made = bound(replace(asked, groups=(group,), schedule=schedule))
     require_valid(made, MODEL, CLUSTER)
     assert len({device for pipeline in made.pipelines for stage in pipeline.stages for device in stage.devices}) == 4
-    program = lower(made, MODEL, CLUSTER)
+    program = lower(made, MODEL, CLUSTER).program
     orders = SCHEDULES[schedule].orders(2, chunks, 4)
     for pipeline in made.pipelines:
         assert pipeline.place_of_stage == (0, 1) * chunks
