@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +14,26 @@ import torch
 from torch import Tensor, nn
 
 import heterodyne as hd
-from heterodyne.api.checking import Verdict, check_everywhere, require_module, strategy_of_module
-from heterodyne.errors import VerifyError
+from heterodyne.api.checking import Verdict, check_everywhere, require_exact
+from heterodyne.api.optimizer_reach import OptimizerReach
+from heterodyne.api.settings import Settings
+from heterodyne.errors import PlanError, VerifyError
 from heterodyne.frontend import loss_of, trace
+from heterodyne.graph.task_graphs import TaskGraph
+from heterodyne.job import OptimizerSection, ParallelismSection
 from heterodyne.measure.whole_model import WholeModel
-from heterodyne.plan.lower import lower
-from heterodyne.plan.plan import Layout, Pipeline, Plan, Region, Stage
-from multiprocess.work import cluster_of
+from heterodyne.plan.capabilities import (
+    CUTTING,
+    FEATURES,
+    TRAITS,
+    Capabilities,
+    Feature,
+    Trait,
+    asked_by,
+    runs_at_all,
+    uses,
+)
+from pure.plan.kinds import ABLE, plan_with
 
 
 class Small(nn.Module):
@@ -108,28 +125,45 @@ def test_what_cannot_be_checked_is_told_and_not_kept(capsys: pytest.CaptureFixtu
     assert not list(tmp_path.rglob("*.json"))
 
 
-def test_where_only_the_graph_is_wrong_plans_run_the_module() -> None:
-    verdict = Verdict(line="", module_only="its graph is another")
-    graph = trace(Small(), BATCH).graph
-    assert [strategy_of_module(verdict, name, graph) for name in ("auto", "data", "equal")] == ["data", "data", "equal"]
-    with pytest.raises(VerifyError, match=r"the strategy 'pipeline' cuts the model\. its graph is another"):
-        strategy_of_module(verdict, "pipeline", graph)
-    cluster = cluster_of(1)
+def settings_of(able: Capabilities, strategy: str) -> Settings:
+    return Settings(
+        global_batch_size=4,
+        precision="fp32",
+        optimizer=OptimizerSection(),
+        parallelism=ParallelismSection(strategy=strategy),  # type: ignore[arg-type]
+        reach=OptimizerReach(reach=able.reach, name="Muon"),
+        module_only=able.module_only,
+    )
 
-    def plan(*starts: int) -> Plan:
-        stages = tuple(
-            Stage(ops=(a, b), devices=(cluster.devices[0].id,), regions=(Region(layout=Layout(shares=(1,))),))
-            for a, b in zip(starts, [*starts[1:], len(graph.ops)], strict=True)
-        )
-        pipeline = Pipeline(
-            micro_batches="1x6",
-            stages=stages,
-            order=(
-                " ".join([*(f"{s}F0" for s in range(len(starts))), *(f"{s}B0" for s in reversed(range(len(starts))))]),
-            ),
-        )  # type: ignore[arg-type]  # as in a file
-        return Plan(model=graph.fingerprint, cluster=cluster.fingerprint, global_batch_size=6, pipelines=(pipeline,))
 
-    require_module(verdict, plan(0), lower(plan(0), graph, cluster).program)
+@pytest.mark.parametrize("trait", TRAITS, ids=lambda trait: trait.name)
+def test_what_the_optimizer_or_the_check_refuses_is_refused_in_their_words(trait: Trait) -> None:
+    """Every plan and every strategy that the table refuses for them; why the model itself refuses any is said elsewhere."""
+    able = ABLE[trait.name]
+    words = {"optimizer": (PlanError, "Muon needs"), "check": (VerifyError, f"cuts the model. {able.module_only}")}
+
+    def refused(features: Iterable[Feature]) -> AbstractContextManager[object]:
+        if trait.of == "model" or able.allow(*features):
+            return nullcontext()
+        error, told = words[trait.of]
+        return pytest.raises(error, match=re.escape(told))
+
+    for feature in FEATURES:
+        given = plan_with(feature, able.graph)
+        features = {use.feature for use in uses(given)}
+        if all(map(runs_at_all, features)):
+            with refused(features):
+                require_exact(settings_of(able, "auto"), able.graph, given)
+    marked = replace(able.graph, task_graphs=(TaskGraph(name="head", kind="split", device_count=2, source="net.py:3"),))
+    for strategy in ("auto", "data", "equal", "fastest", *CUTTING):
+        for graph in (able.graph, marked):
+            with refused(asked_by(strategy, graph)):
+                require_exact(settings_of(able, strategy), graph, None)
+
+
+def test_where_only_the_graph_is_wrong_what_cuts_it_is_named() -> None:
+    able = ABLE["a model whose graph a check has refused"]
+    with pytest.raises(VerifyError, match=r"the strategy 'pipeline' cuts the model\. its graph cut in two is another"):
+        require_exact(settings_of(able, "pipeline"), able.graph, None)
     with pytest.raises(VerifyError, match="the plan cuts the model"):
-        require_module(verdict, plan(0, 2), lower(plan(0, 2), graph, cluster).program)
+        require_exact(settings_of(able, "auto"), able.graph, plan_with("several_stages", able.graph))

@@ -14,6 +14,7 @@ from heterodyne.cluster.spec import Cluster, Device
 from heterodyne.frontend import Captured
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection, Reach
+from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.lower import lower
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Axis, Exchange, Layout, Pipeline, Plan, Region, Stage
@@ -206,7 +207,7 @@ def staged_worker(
     )
     return Worker(
         case.module,
-        lowered=lower(plan, case.graph, cluster, clip=clip > 0, reach=reach),
+        lowered=lower(plan, case.graph, cluster, clip=clip > 0, able=Capabilities(case.graph, reach)),
         communicator=communicator
         or Communicator(rank=world.rank, world_size=world.world_size, device=torch.device(world.device)),
         loss_count=case.count if capture is None else capture.loss_count,

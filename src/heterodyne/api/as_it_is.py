@@ -20,6 +20,7 @@ from heterodyne.frontend.loss_alone import has_loss_outside, output_of_model, tr
 from heterodyne.frontend.opaque import CountGiven, Recount
 from heterodyne.graph.ir import Loss
 from heterodyne.loss_count import LossCount
+from heterodyne.plan.capabilities import CUTTING, FEATURES
 from heterodyne.runtime.exact.parts import Seen, run_in_parts
 from heterodyne.runtime.slices import as_source
 from heterodyne.runtime.stages.forward import Precision
@@ -28,12 +29,6 @@ from heterodyne.search.planned import Strategy
 Result = TypeVar("Result")
 
 __all__ = ["AsItIs", "capture_as_it_is", "require_same_count"]
-
-_CUTTING: Mapping[str, str] = {
-    "pipeline": "cuts the model into stages",
-    "split": "splits its layers",
-    "context": "splits its sequences",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +61,10 @@ def capture_as_it_is(
     Raises CaptureError if a plan was asked for that needs a graph, if nothing says what the loss divides by, or if the module on parts of
     the example is not what it is on all of it.
     """
-    if wanted.strategy in _CUTTING:
+    if wanted.strategy in CUTTING:
+        how = FEATURES[CUTTING[wanted.strategy]].name
         raise CaptureError(
-            f"{error}\nThe strategy {wanted.strategy!r} {_CUTTING[wanted.strategy]}, which takes a graph of it. Take the strategy 'data', "
+            f"{error}\nThe strategy {wanted.strategy!r} cuts the model ({how}), which takes a graph of it. Take the strategy 'data', "
             "in which every device runs the module as it is, or change this line"
         )
     loss, count, recount = _loss_of(session, model, example_batch, wanted, error, shared)

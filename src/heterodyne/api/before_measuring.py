@@ -7,14 +7,11 @@ from typing import Literal
 from heterodyne.cluster.spec import Cluster
 from heterodyne.cost.recipe import Recipe
 from heterodyne.errors import InfeasibleError
-from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection, ParallelismSection
+from heterodyne.plan.capabilities import Capabilities
 from heterodyne.units import counted, format_bytes, format_count
 
 __all__ = ["measuring_s", "require_room"]
-
-_WHOLE_MODELS = ("data", "equal", "fastest")
-"""Strategies in which a device holds the whole model."""
 
 _MOST_S = 60.0
 """By default."""
@@ -29,16 +26,17 @@ def measuring_s(devices: int, asked_s: float | Literal["auto"]) -> float:
 
 
 def require_room(
-    graph: ModelGraph, cluster: Cluster, *, optimizer: OptimizerSection, parallelism: ParallelismSection
+    able: Capabilities, cluster: Cluster, *, optimizer: OptimizerSection, parallelism: ParallelismSection
 ) -> None:
     """Raises InfeasibleError if weights, gradients and optimizer alone are more than the memory of the devices, in whatever parts."""
+    graph = able.graph
     trained = [p for p in graph.parameters if p.trainable]
     states = Recipe(optimizer=optimizer.name, momentum=optimizer.momentum).states
     weights = sum(p.bytes for p in graph.parameters)
     gradients = sum(p.bytes for p in trained)
     needed = weights + gradients + round(gradients * states)
     rooms = {device.id: device.memory_bytes for device in cluster.devices}
-    whole = parallelism.strategy in _WHOLE_MODELS or graph.only_whole != ""
+    whole = not able.cuts(parallelism.strategy)
     room = max(rooms.values()) if whole else sum(rooms.values())
     # The host of an accelerator can keep the optimizer's state.
     if needed <= room or (weights + gradients <= room and any(device.backend != "cpu" for device in cluster.devices)):

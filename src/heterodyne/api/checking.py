@@ -15,6 +15,7 @@ import torch
 import heterodyne
 from heterodyne.api.compiled import uncompiled
 from heterodyne.api.session import Session
+from heterodyne.api.settings import Settings
 from heterodyne.api.stage_cutting import StageCutter
 from heterodyne.errors import DataError, VerifyError
 from heterodyne.frontend import Captured
@@ -23,17 +24,16 @@ from heterodyne.json_files import read_json
 from heterodyne.measure.cache import default_folder
 from heterodyne.measure.host_memory import host_context_bytes
 from heterodyne.measure.whole_model import WholeModel
+from heterodyne.plan.capabilities import asked_by, uses
 from heterodyne.plan.plan import Plan
-from heterodyne.plan.program import Program
 from heterodyne.runtime.exact.disagreement import needs_graph, words_of
 from heterodyne.runtime.exact.finding import Finding
 from heterodyne.runtime.exact.guard import compare_forms
 from heterodyne.runtime.slices import as_source
-from heterodyne.search.planned import Strategy
 from heterodyne.text_files import write_text
 from heterodyne.units import format_bytes, format_seconds
 
-__all__ = ["Verdict", "check_everywhere", "require_module", "strategy_of_module"]
+__all__ = ["Verdict", "check_everywhere", "require_exact"]
 
 _VERSION = 2
 _SAMPLES = (5, 3)  # as many as fit
@@ -79,22 +79,22 @@ def check_everywhere(session: Session, captured: Captured, whole: WholeModel, *,
     return verdict
 
 
-def strategy_of_module(verdict: Verdict, strategy: Strategy, graph: ModelGraph) -> Strategy:
-    """The strategy to search with where every device must run the module. Raises VerifyError for one that cuts it."""
-    if strategy in ("pipeline", "split", "context") or (strategy == "auto" and graph.task_graphs):
-        asked = f"the strategy {strategy!r}" if strategy != "auto" else "what the model is marked with"
-        raise VerifyError(f"{asked} cuts the model. {verdict.module_only}")
-    return "data" if strategy == "auto" else strategy
+def require_exact(settings: Settings, graph: ModelGraph, given: Plan | None) -> None:
+    """Raise PlanError where what is asked for does not go with the optimizer, VerifyError where it is refused by what the check has found.
 
-
-def require_module(verdict: Verdict, plan: Plan, program: Program) -> None:
-    """Raises VerifyError if a plan runs pieces of the graph."""
-    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
-    in_pieces = len(stages) > len(plan.pipelines) or any(
-        stage.recompute or stage.offload_activations or stage.sharded for stage in stages
-    )
-    if in_pieces or any(action.kind == "W" for actions in program.ranks for action in actions):
-        raise VerifyError(f"the plan cuts the model. {verdict.module_only}")
+    Other faults of a plan are told when it is lowered, and why no plan of a strategy runs by the search.
+    """
+    strategy = settings.parallelism.strategy
+    if given is not None:
+        asked, features = "the plan", tuple(use.feature for use in uses(given))
+    else:
+        asked = "what the model is marked with" if strategy == "auto" else f"the strategy {strategy!r}"
+        features = asked_by(strategy, graph)
+    trait = settings.able(graph).refusing(*features)
+    if trait is not None and trait.of == "optimizer":
+        raise settings.reach.refusal(asked)
+    if trait is not None and trait.of == "check":
+        raise VerifyError(f"{asked} cuts the model. {settings.module_only}")
 
 
 def _check(session: Session, captured: Captured, whole: WholeModel, budget_s: float) -> Verdict:

@@ -23,9 +23,9 @@ from heterodyne.cluster.spec import Cluster
 from heterodyne.cluster.what_if import changed
 from heterodyne.cost.layers import LayerCosts, compute_s, least_bytes
 from heterodyne.errors import ClusterError, InfeasibleError, PlanError
-from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
 from heterodyne.plan.bind import bind
+from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.check import require_valid
 from heterodyne.predictor.mixed_layers import MixedLayers
 from heterodyne.predictor.software import Software, software_of
@@ -143,15 +143,15 @@ class _Paper:
             planned = planned_by_device(self.job, fleet, captured(self.job, self.base))
             return result_of(planned), planned.cluster
         if self.wishes.runnable:
-            graph = captured(self.job, self.base)
+            able = Capabilities(captured(self.job, self.base), self.job.optimizer.reach)
             try:
-                _require_runnable(result, fleet, graph)
+                _require_runnable(result, fleet, able)
             except PlanError as error:
                 # Whether a stage may be sharded beside others depends on what crosses its borders in this model.
                 why = str(error).splitlines()[:2][-1].strip(" -")
                 self.say(f"the fastest plan does not run here: {why}; planning again with one device a stage")
                 result = self._with_families(fleet, replace(self.space, max_width=1, max_context=1, max_data=1))
-                _require_runnable(result, fleet, graph)
+                _require_runnable(result, fleet, able)
         return result, _known(fleet)
 
     def _require_room(self, fleet: Fleet) -> None:
@@ -291,7 +291,7 @@ def _known(fleet: Fleet) -> Fleet:
     return merged(fleet) if len(fleet.pools) > _MOST_POOLS else fleet
 
 
-def _require_runnable(result: PlanningResult, fleet: Fleet, graph: ModelGraph) -> None:
+def _require_runnable(result: PlanningResult, fleet: Fleet, able: Capabilities) -> None:
     """Raises PlanError or ClusterError if the plan does not run with this model on these devices."""
     nodes = {stage.group.node for pipeline in result.plan.pipelines for stage in pipeline.stages if stage.group}
     if nodes - {pool.node_name for pool in fleet.pools}:
@@ -299,4 +299,4 @@ def _require_runnable(result: PlanningResult, fleet: Fleet, graph: ModelGraph) -
             f"pools of fleet {fleet.name!r} were planned together, for it has more than {_MOST_POOLS}; to run a plan, take fewer of them"
         )
     cluster = cluster_of(fleet)
-    require_valid(bind(result.plan, graph, cluster), graph, cluster)
+    require_valid(bind(result.plan, able.graph, cluster), able.graph, cluster, able)

@@ -10,14 +10,11 @@ from torch import nn
 from heterodyne.api.session import Session
 from heterodyne.errors import PlanError
 from heterodyne.frontend.faults import line_now
-from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection, Reach
-from heterodyne.plan.plan import Plan
 from heterodyne.runtime.weights.optimizer import OptimizerFactory
 from heterodyne.runtime.weights.optimizer_probe import left_out, reach_of
-from heterodyne.search.planned import Strategy
 
-__all__ = ["OptimizerReach", "reach_everywhere", "reach_of_section", "require_within_reach", "strategy_within_reach"]
+__all__ = ["OptimizerReach", "reach_everywhere", "reach_of_section"]
 
 _WORDS: Mapping[Reach, str] = {
     "element": "",
@@ -25,11 +22,6 @@ _WORDS: Mapping[Reach, str] = {
     "model": "needs all weights in one place, so that only data parallelism without sharded state is exact",
 }
 _UNKNOWN = "so it is not known whether it can update parts of weights by themselves: only data parallelism without sharded state is left"
-_CUTS: Mapping[Reach, tuple[str, ...]] = {
-    "element": (),
-    "weight": ("split",),
-    "model": ("pipeline", "split", "context"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,29 +77,6 @@ def reach_everywhere(
     if found.words:
         session.say(found.words)
     return found
-
-
-def strategy_within_reach(needed: OptimizerReach, strategy: Strategy, graph: ModelGraph) -> Strategy:
-    """The strategy to search with. Raises PlanError for one that cuts what the optimizer must see at once."""
-    if strategy in _CUTS[needed.reach]:
-        raise needed.refusal(f"the strategy {strategy!r}")
-    if strategy == "auto" and graph.task_graphs and needed.reach != "element":
-        raise needed.refusal("the model, which is marked to be cut,")
-    return "data" if strategy == "auto" and needed.reach == "model" else strategy
-
-
-def require_within_reach(needed: OptimizerReach, plan: Plan) -> None:
-    """Raises PlanError if a plan cuts what the optimizer must see at once."""
-    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
-    split = any(
-        axis.kind == "split" and len(axis.shares) > 1
-        for stage in stages
-        for region in stage.regions
-        for axis in region.layout.axes
-    )
-    cut = len(stages) > len(plan.pipelines) or any(stage.sharded for stage in stages)
-    if (needed.reach == "weight" and split) or (needed.reach == "model" and (cut or plan.zero)):
-        raise needed.refusal("the plan")
 
 
 _REMEDY = "take AdamW, SGD or another optimizer that updates each element by itself, or leave that strategy out"

@@ -13,6 +13,7 @@ from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.recipe import Recipe
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
+from heterodyne.plan.capabilities import Capabilities
 from heterodyne.predictor.datasheet_profile import believed_cluster, datasheet_profile
 from heterodyne.predictor.software import software_of
 from heterodyne.search.planned import Planned
@@ -51,5 +52,5 @@ def planned_by_device(job: Job, fleet: Fleet, graph: ModelGraph) -> Planned:
         bucket_bytes=None if buckets == "auto" else buckets,
         clip=job.training.clip_grad_norm > 0,
         strategy=job.parallelism.strategy,
-        reach=job.optimizer.reach,
+        able=Capabilities(graph, job.optimizer.reach),
     )

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from heterodyne.api.before_measuring import require_room
-from heterodyne.api.checking import Verdict, check_everywhere, require_module, strategy_of_module
+from heterodyne.api.checking import check_everywhere, require_exact
 from heterodyne.api.compiled import compile_module, require_compiler
 from heterodyne.api.measured_draws import MeasuredDraws
 from heterodyne.api.measuring import measure_everywhere, sizes_to_measure
-from heterodyne.api.optimizer_reach import require_within_reach, strategy_within_reach
 from heterodyne.api.planning import Share, plan_and_try, plan_once
 from heterodyne.api.rank_worker import make_worker, stored_everywhere
 from heterodyne.api.rehearsal import rehearse
@@ -35,7 +34,7 @@ from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precisions, in_words, precision_of
 from heterodyne.runtime.worker import Worker
 from heterodyne.search.contenders import NEAR
-from heterodyne.search.planned import Planned, Rehearsed, Strategy
+from heterodyne.search.planned import Planned, Rehearsed
 
 __all__ = ["prepare"]
 
@@ -104,21 +103,18 @@ def _admitted(
     """The settings as far as the model, its optimizer and the check of its exactness let them; all that needs no measurement."""
     if settings.compile:
         session.together(lambda: require_compiler(session.device))
+    require_exact(settings, captured.graph, given)
     if given is not None:
-        require_within_reach(settings.reach, given)
         _require_fitting(given, captured, session, settings)
-    else:
-        strategy = strategy_within_reach(settings.reach, settings.parallelism.strategy, captured.graph)
-        settings = _with_strategy(settings, strategy)
-    if given is None and not measured:
+    elif not measured:
+        able = settings.able(captured.graph)
         session.together(
-            lambda: require_room(
-                captured.graph, session.cluster, optimizer=settings.optimizer, parallelism=settings.parallelism
-            )
+            lambda: require_room(able, session.cluster, optimizer=settings.optimizer, parallelism=settings.parallelism)
         )
     if settings.parallelism.check_s and isinstance(captured, Captured):  # else it was done to take the model as it is
         verdict = check_everywhere(session, captured, whole, budget_s=settings.parallelism.check_s)
-        settings = _heeding(verdict, settings, captured, session, given)
+        settings = replace(settings, module_only=verdict.module_only)
+        require_exact(settings, captured.graph, given)
     return settings
 
 
@@ -152,7 +148,7 @@ class _Planning:
             given=self.given,
             rehearsed=rehearsed or {},
             near=near,
-            reach=settings.reach.reach,
+            able=settings.able(self.captured.graph),
         )
 
     def look(self, known: Profile) -> Profile:
@@ -184,7 +180,8 @@ class _Planning:
         return self.captured.block(_stage(ops))
 
     def prepared(self, profile: Profile, plan: Plan, planned: Planned | None) -> Prepared:
-        lowered = lower(plan, self.captured.graph, self.session.cluster, reach=self.settings.reach.reach)
+        graph = self.captured.graph
+        lowered = lower(plan, graph, self.session.cluster, able=self.settings.able(graph))
         return Prepared(captured=self.captured, profile=profile, lowered=lowered, planned=planned)
 
     def rehearsal_workers(self, profile: Profile) -> Callable[[Plan], Worker]:
@@ -243,26 +240,12 @@ def _stage(ops: tuple[int, int]) -> Block:
     return Block(index=0, name=f"ops {ops[0]} to {ops[1]}", kind="stage", start=ops[0], stop=ops[1])
 
 
-def _heeding(
-    verdict: Verdict, settings: Settings, captured: CapturedModel, session: Session, given: Plan | None
-) -> Settings:
-    """The settings as far as the check lets them: plans that run pieces of the graph may be refused."""
-    if not verdict.module_only:
-        return settings
-    if given is not None:
-        require_module(verdict, given, lower(given, captured.graph, session.cluster).program)
-        return settings
-    strategy = strategy_of_module(verdict, settings.parallelism.strategy, captured.graph)
-    return _with_strategy(settings, strategy)
-
-
-def _with_strategy(settings: Settings, strategy: Strategy) -> Settings:
-    return replace(settings, parallelism=settings.parallelism.model_copy(update={"strategy": strategy}))
-
-
 def _require_fitting(given: Plan, captured: CapturedModel, session: Session, settings: Settings) -> None:
     """Raises PlanError if the plan is of another model, cluster or job, or breaks a rule."""
-    lower(given, captured.graph, session.cluster)  # also an order that would wait for ever, before anything is measured
+    able = settings.able(captured.graph)
+    lower(
+        given, captured.graph, session.cluster, able=able
+    )  # also an order that would wait for ever, before anything is measured
     for what, there, here in (
         ("samples a step", given.global_batch_size, settings.global_batch_size),
         ("precision", given.precision, settings.precision),

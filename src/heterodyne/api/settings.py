@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from heterodyne.api.optimizer_reach import OptimizerReach
 from heterodyne.cluster.profile import Profile
 from heterodyne.frontend import CapturedModel
+from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection, ParallelismSection
+from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.lower import Lowered
 from heterodyne.plan.precision import Precisions
 from heterodyne.search.planned import Planned
@@ -21,7 +23,8 @@ class Settings:
 
     ``training_steps``: of all training, None where that is not known.
 
-    ``reach``: what an optimizer of the user's own must see at once; ``compile``: torch.compile makes code of stages and whole models.
+    ``reach``: what an optimizer of the user's own must see at once; ``module_only``: why no plan may run pieces of the captured graph, as a
+    check has found; ``compile``: torch.compile makes code of stages and whole models.
     """
 
     global_batch_size: int
@@ -29,8 +32,13 @@ class Settings:
     optimizer: OptimizerSection
     parallelism: ParallelismSection
     reach: OptimizerReach = field(default_factory=OptimizerReach)
+    module_only: str = ""
     compile: bool = False
     training_steps: int | None = None
+
+    def able(self, graph: ModelGraph) -> Capabilities:
+        """Return what runs exactly for this model."""
+        return Capabilities(graph, self.reach.reach, self.module_only)
 
 
 @dataclass(frozen=True, kw_only=True)

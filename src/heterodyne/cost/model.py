@@ -215,15 +215,9 @@ class CostModel:
             travel = routes(crossing, taken, self.cluster, self.collectives, self._narrow)
             sent += travel
             for device in dict.fromkeys(device for stage in pipeline.stages for device in stage.devices):
-                at = Position(device, pipeline, taken, boxes[device])
-                of_rank = RankStep(
-                    model=self,
-                    at=at,
-                    plan=plan,
-                    buckets=weights.buckets,
-                    reads=reads,
-                    state=parts.get(device, 1.0),
-                )
+                at = Position(device, pipeline, taken, boxes[device], reads)
+                state = parts.get(device, 1.0)
+                of_rank = RankStep(model=self, at=at, plan=plan, buckets=weights.buckets, state=state)
                 ranks[self.cluster.rank(device)] = of_rank.costs(crossing, travel)
         alike = not parts and all(set(bucket.owners) == set(plan.devices) for bucket in weights.buckets)
         active = tuple(dict.fromkeys(plan.devices))

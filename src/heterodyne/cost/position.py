@@ -14,12 +14,14 @@ __all__ = ["Position", "slices_of", "worked_on"]
 
 @dataclass(frozen=True)
 class Position:
-    """``taken``: for each stage the slices of its devices; ``boxes``: of the parameters that the device holds in part."""
+    """``taken``: for each stage the slices of its devices; ``boxes``: of the parameters that the device holds in part; ``reads``:
+    for each stage the parameters that it reads."""
 
     device: str
     pipeline: Pipeline
     taken: Sequence[Mapping[str, Sequence[tuple[int, int]]]]
     boxes: Mapping[str, Box]
+    reads: Sequence[frozenset[str]]
 
     @cached_property
     def stages(self) -> dict[int, Stage]:

@@ -32,17 +32,12 @@ Ops = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class RankStep:
-    """The step of one rank.
-
-    ``reads``: the parameters that each stage of its pipeline reads; ``state``: the fraction of the optimizer state of its weights that it
-    keeps and updates.
-    """
+    """The step of one rank. ``state``: the fraction of the optimizer state of its weights that it keeps and updates."""
 
     model: CostModel
     at: Position
     plan: Plan
     buckets: Sequence[Bucket]
-    reads: Sequence[frozenset[str]]
     state: float
 
     def costs(self, crossing: Sequence[Crossing], travel: Sequence[Route]) -> RankCosts:
@@ -51,7 +46,7 @@ class RankStep:
         device, mine = at.device, at.stages
         rank, measured = model.cluster.rank(device), model.measured(device)
         costs, workspace, holes = {}, 0, 0
-        transients = StepTransients.of(model, at, buckets, self.reads, state, plan)
+        transients = StepTransients.of(model, at, buckets, state, plan)
         halved = any("W" in row for row in at.pipeline.order) or SCHEDULES[plan.schedule].halves
         for number in mine:
             # What a stage of the same rank has made is there already.

@@ -59,16 +59,8 @@ class StepTransients:
         return self.stages.get(number, GradientBuildUp())
 
     @classmethod
-    def of(
-        cls,
-        model: CostModel,
-        at: Position,
-        buckets: Sequence[Bucket],
-        reads: Sequence[frozenset[str]],
-        part: float,
-        plan: Plan,
-    ) -> StepTransients:
-        """``reads``: the parameters that each stage reads; ``part``: the fraction of the shared parameters that the device updates."""
+    def of(cls, model: CostModel, at: Position, buckets: Sequence[Bucket], part: float, plan: Plan) -> StepTransients:
+        """``part``: the fraction of the shared parameters that the device updates."""
         mine = [bucket for bucket in buckets if at.device in bucket.owners]
         shared = [bucket for bucket in mine if len(bucket.owners) > 1]
         held = model.device_memory[at.device].held([stage.ops for stage in at.stages.values()], at.boxes)
@@ -81,7 +73,7 @@ class StepTransients:
         reductions: dict[int, Reduction] = {}
         gathered: dict[int, dict[int, int]] = {}
         for bucket in shared:
-            readers = [n for n in at.stages if not reads[n].isdisjoint(bucket.parameters)]
+            readers = [n for n in at.stages if not at.reads[n].isdisjoint(bucket.parameters)]
             if plan.zero == 1 and model.cluster.device(at.device).backend != "cpu":
                 last.update({name: part * bytes_of[name] for name in bucket.parameters})
             if plan.zero < 2:
@@ -106,7 +98,7 @@ class StepTransients:
             for number in readers if plan.zero > 2 else ():
                 gathered.setdefault(number, {})[bucket.index] = bucket.bytes
         return cls(
-            stages=_by_stage(at, reads, first, last),
+            stages=_by_stage(at, first, last),
             alone=round(alone),
             trained=sum(bucket.bytes for bucket in shared),
             gathered=gathered,
@@ -125,13 +117,11 @@ def _released(model: CostModel, at: Position, number: int, place: int) -> int:
     return model.kept_by(at, number, size, behind)
 
 
-def _by_stage(
-    at: Position, reads: Sequence[frozenset[str]], first: Mapping[str, float], last: Mapping[str, float]
-) -> dict[int, GradientBuildUp]:
+def _by_stage(at: Position, first: Mapping[str, float], last: Mapping[str, float]) -> dict[int, GradientBuildUp]:
     """A gradient is allocated in the last stage that reads it, and complete in the first one."""
     numbers = sorted(at.stages)
-    home = {name: number for number in numbers for name in reads[number]}
-    end = {name: number for number in reversed(numbers) for name in reads[number]}
+    home = {name: number for number in numbers for name in at.reads[number]}
+    end = {name: number for number in reversed(numbers) for name in at.reads[number]}
     return {
         number: GradientBuildUp(
             first={name: size for name, size in first.items() if home.get(name) == number},

@@ -1,8 +1,9 @@
-"""What the runtime runs, as one table: the rules of plans (`plan.check`), the search and the docs
-read it.
+"""What the runtime runs, as one table: the rules of plans (`plan.check`), the search, what refuses strategies and plans before anything is
+measured, and the docs read it.
 
-A *feature* is what a plan may use. A *trait* is what a model or its optimizer is, and names the features that are not exact for it, with
-the reason. A feature that no trait of a model refuses runs exactly, and the search may propose it; any other plan is refused in words.
+A *feature* is what a plan may use. A *trait* is what a model or its optimizer is, or what a check has found, and names the features that
+are not exact for it, with the reason. A feature that no trait of a model refuses runs exactly, and the search may propose it; any other
+plan is refused in words.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Pipeline, Plan, Stage
 
 __all__ = [
+    "CUTTING",
     "FEATURES",
     "SHARDING",
     "TRAITS",
@@ -27,6 +29,7 @@ __all__ = [
     "Feature",
     "Trait",
     "Use",
+    "asked_by",
     "has_shares",
     "runs_at_all",
     "table",
@@ -132,6 +135,10 @@ _PIECES: frozenset[Feature] = frozenset(
     (*_IN_PARTS, "several_stages", "recompute", "selective_recompute", "activation_offload", "split_backward")
 )
 """What runs pieces of the model's graph in place of the module."""
+CUTTING: Mapping[str, Feature] = MappingProxyType(
+    {"pipeline": "several_stages", "split": "tensor_parallel", "context": "context_parallel"}
+)
+"""The strategies that cut the model, each with the feature that it asks for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,16 +147,19 @@ class Trait:
 
     Args:
         name: for a table.
-        why: of a graph and of what the optimizer must see at once: the reason as a clause; None where the trait is absent.
+        why: the reason as a clause; None where the trait is absent.
         refuses: the features that would not be exact.
+        of: what has the trait.
     """
 
     name: str
-    why: Callable[[ModelGraph, Reach], str | None]
+    why: Callable[[Capabilities], str | None]
     refuses: frozenset[Feature]
+    of: Literal["model", "optimizer", "check"] = "model"
 
 
-def _coupled(graph: ModelGraph, _: Reach) -> str | None:
+def _coupled(able: Capabilities) -> str | None:
+    graph = able.graph
     if graph.loss.reduction != "coupled":
         return None
     output = graph.output and graph.op_by_name.get(graph.output.name)
@@ -157,21 +167,22 @@ def _coupled(graph: ModelGraph, _: Reach) -> str | None:
     return f"samples see each other in the loss of this model{line}: only data parallelism is exact"
 
 
-def _batch_statistics(graph: ModelGraph, _: Reach) -> str | None:
+def _batch_statistics(able: Capabilities) -> str | None:
+    graph = able.graph
     if not graph.batch_statistics:
         return None
     name = graph.batch_statistics[0]
     return f"{name} ({graph.op_by_name[name].source}) mixes the samples of a micro-batch over all replicas"
 
 
-def _opaque(graph: ModelGraph, _: Reach) -> str | None:
-    return None if graph.opaque is None else f"there is no graph of this model: {graph.opaque}"
+def _opaque(able: Capabilities) -> str | None:
+    return None if able.graph.opaque is None else f"there is no graph of this model: {able.graph.opaque}"
 
 
 TRAITS: tuple[Trait, ...] = (
     Trait(
         name="any model",
-        why=lambda *_: "this version does not run it",
+        why=lambda _: "this version does not run it",
         refuses=frozenset({"overlap_with_recompute"}),
     ),
     Trait(
@@ -184,12 +195,25 @@ TRAITS: tuple[Trait, ...] = (
         why=_coupled,
         refuses=_PIECES | {"several_micro_batches", "empty_share"},
     ),
-    Trait(name="a model that only its module trains", why=lambda graph, _: graph.only_whole or None, refuses=_PIECES),
+    Trait(name="a model that only its module trains", why=lambda able: able.graph.only_whole or None, refuses=_PIECES),
+    Trait(
+        name="a model whose graph a check has refused",
+        why=lambda able: able.module_only or None,
+        refuses=_PIECES,
+        of="check",
+    ),
     Trait(name="a model without a graph", why=_opaque, refuses=_PIECES | {"parameter_sharding"}),
     Trait(
         name="an optimizer of whole weights",
-        why=lambda _, reach: None if reach == "element" else "the optimizer updates whole weights only",
+        why=lambda able: None if able.reach == "element" else "the optimizer updates whole weights only",
         refuses=frozenset({"tensor_parallel"}),
+        of="optimizer",
+    ),
+    Trait(
+        name="an optimizer of the whole model",
+        why=lambda able: "the optimizer needs all weights in one place" if able.reach == "model" else None,
+        refuses=frozenset({"several_stages", *_IN_PARTS, *SHARDING, "parameter_sharding_over_pipelines"}),
+        of="optimizer",
     ),
 )
 
@@ -201,21 +225,47 @@ def runs_at_all(feature: Feature) -> bool:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What runs exactly for one model. ``reach``: what its optimizer must see at once."""
+    """What runs exactly for one model.
+
+    ``reach``: what its optimizer must see at once; ``module_only``: why no plan may run pieces of its graph, as a check has found; "" if
+    they may.
+    """
 
     graph: ModelGraph
     reach: Reach = "element"
+    module_only: str = ""
+
+    def refusing(self, *features: Feature) -> Trait | None:
+        """The first trait that refuses any of them; None if a plan may use all of them."""
+        return next((t for t in TRAITS if not t.refuses.isdisjoint(features) and t.why(self) is not None), None)
 
     def why_not(self, feature: Feature) -> str | None:
         """Why a plan may not use it, as a clause; None if it may."""
-        for trait in TRAITS:
-            if feature in trait.refuses and (why := trait.why(self.graph, self.reach)) is not None:
-                return why
-        return None
+        trait = self.refusing(feature)
+        return None if trait is None else trait.why(self)
 
     def allow(self, *features: Feature) -> bool:
         """Whether a plan may use all of them."""
-        return all(self.why_not(feature) is None for feature in features)
+        return self.refusing(*features) is None
+
+    def cuts(self, strategy: str) -> bool:
+        """Whether plans of a strategy may cut the model."""
+        return any(self.allow(feature) for feature in CUTTING.values()) if strategy == "auto" else strategy in CUTTING
+
+    def faults(self, plan: Plan) -> list[str]:
+        """What the plan uses and may not, as sentences."""
+        return [
+            f"{use.where} {use.how}, and {why}: {FEATURES[use.feature].remedy}"
+            for use in uses(plan)
+            if (why := self.why_not(use.feature)) is not None
+        ]
+
+
+def asked_by(strategy: str, graph: ModelGraph) -> tuple[Feature, ...]:
+    """The features that every plan of a strategy uses: where nothing else is asked for, those that the model is marked with."""
+    if strategy == "auto" and graph.task_graphs:
+        return ("tensor_parallel",)
+    return (CUTTING[strategy],) if strategy in CUTTING else ()
 
 
 @dataclass(frozen=True, kw_only=True)

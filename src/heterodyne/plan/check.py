@@ -10,8 +10,7 @@ from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import PlanError
 from heterodyne.graph.cut import crossings, mixing_samples
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.job import Reach
-from heterodyne.plan.capabilities import FEATURES, Capabilities, has_shares, uses
+from heterodyne.plan.capabilities import Capabilities, has_shares
 from heterodyne.plan.check_mesh import faults_of_mesh
 from heterodyne.plan.check_state import faults_of_state, faults_of_state_shards
 from heterodyne.plan.kept import kept_ops, unknown, why_not_kept
@@ -24,24 +23,27 @@ from heterodyne.plan.weights import PlannedWeights
 __all__ = ["require_valid", "violations"]
 
 
-def violations(plan: Plan, graph: ModelGraph, cluster: Cluster) -> tuple[str, ...]:
-    """Every rule that the plan breaks for this model and this cluster, as sentences that say what to do; none if it is valid."""
-    return _checked(plan, graph, cluster, "element")[0]
+def violations(plan: Plan, graph: ModelGraph, cluster: Cluster, able: Capabilities | None = None) -> tuple[str, ...]:
+    """Every rule that the plan breaks for this model and this cluster, as sentences that say what to do; none if it is valid.
+
+    ``able``: what runs exactly; None: what does for the model, whatever its optimizer.
+    """
+    return _checked(plan, graph, cluster, able or Capabilities(graph))[0]
 
 
-def require_valid(plan: Plan, graph: ModelGraph, cluster: Cluster, *, reach: Reach = "element") -> PlannedWeights:
-    """Return who holds which weights under the plan. Raises PlanError that lists every violation."""
-    broken, weights = _checked(plan, graph, cluster, reach)
+def require_valid(plan: Plan, graph: ModelGraph, cluster: Cluster, able: Capabilities | None = None) -> PlannedWeights:
+    """Return who holds which weights under the plan. ``able``: see `violations`. Raises PlanError that lists every violation."""
+    broken, weights = _checked(plan, graph, cluster, able or Capabilities(graph))
     if broken or weights is None:
         raise PlanError("the plan cannot run:\n  - " + "\n  - ".join(broken))
     return weights
 
 
 def _checked(
-    plan: Plan, graph: ModelGraph, cluster: Cluster, reach: Reach
+    plan: Plan, graph: ModelGraph, cluster: Cluster, able: Capabilities
 ) -> tuple[tuple[str, ...], PlannedWeights | None]:
     """Every violation, and who holds which weights, which can only be told of a plan that keeps all other rules."""
-    refused = _of_capabilities(plan, graph)
+    refused = able.faults(plan)
     broken = (
         *_of_identity(plan, graph, cluster),
         *_of_devices(plan, cluster),
@@ -54,7 +56,7 @@ def _checked(
     if broken:
         return broken, None
     try:
-        weights = PlannedWeights.of(plan, graph, reach=reach)
+        weights = PlannedWeights.of(plan, graph, reach=able.reach)
     except PlanError as error:
         return (str(error),), None
     return tuple(faults_of_state_shards(plan, weights)), weights
@@ -127,16 +129,6 @@ def _of_stages(plan: Plan, graph: ModelGraph) -> list[str]:
             parts = [] if faults or cuts else _of_parts(pipeline, index, graph)
             broken += [f"{where}, stage {index} {fault}" for fault in (*faults, *parts)]
     return broken
-
-
-def _of_capabilities(plan: Plan, graph: ModelGraph) -> list[str]:
-    """What the plan uses and the runtime does not run exactly for this model."""
-    able = Capabilities(graph)
-    return [
-        f"{use.where} {use.how}, and {why}: {FEATURES[use.feature].remedy}"
-        for use in uses(plan)
-        if (why := able.why_not(use.feature)) is not None
-    ]
 
 
 def _of_statistics(plan: Plan, graph: ModelGraph) -> list[str]:

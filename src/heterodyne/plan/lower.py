@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.job import Reach
+from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.check import require_valid
 from heterodyne.plan.offloading import with_offload
 from heterodyne.plan.order import orders_of
@@ -38,6 +38,7 @@ class Lowered:
     """A plan for a model on a cluster, with all that follows from the three.
 
     Args:
+        able: what runs exactly for the model.
         program: what each rank does in a step.
         specs: what each rank has to do in it; None for an idle one.
         weights: which devices hold, reduce and update which weights.
@@ -46,32 +47,29 @@ class Lowered:
     """
 
     plan: Plan
-    graph: ModelGraph
     cluster: Cluster
+    able: Capabilities
     program: Program
     specs: tuple[RankSpec | None, ...]
     weights: PlannedWeights
     placement: Placement
     clip: bool
 
+    @property
+    def graph(self) -> ModelGraph:
+        return self.able.graph
 
-def lower(plan: Plan, graph: ModelGraph, cluster: Cluster, *, clip: bool = True, reach: Reach = "element") -> Lowered:
+
+def lower(
+    plan: Plan, graph: ModelGraph, cluster: Cluster, *, clip: bool = True, able: Capabilities | None = None
+) -> Lowered:
     """Lower a plan. Raises PlanError with every rule that it breaks.
 
-    ``clip`` adds gradient clipping. ``reach``: what the optimizer must see at once.
+    ``clip`` adds gradient clipping. ``able``: what runs exactly; None: what does for the model, whatever its optimizer.
     """
-    weights = require_valid(plan, graph, cluster, reach=reach)
-    specs = rank_specs(plan, graph, cluster, weights)
-    return Lowered(
-        plan=plan,
-        graph=graph,
-        cluster=cluster,
-        program=_program(plan, cluster, specs, clip=clip),
-        specs=specs,
-        weights=weights,
-        placement=Placement.of(plan, cluster),
-        clip=clip,
-    )
+    able = able or Capabilities(graph)
+    weights = require_valid(plan, graph, cluster, able)
+    return _lowered(plan, cluster, able, rank_specs(plan, graph, cluster, weights), weights, clip)
 
 
 def lower_again(first: Lowered, graph: ModelGraph, replaced: Collection[str]) -> Lowered:
@@ -80,32 +78,42 @@ def lower_again(first: Lowered, graph: ModelGraph, replaced: Collection[str]) ->
     ``replaced``: buffers that were put in the place of others. Raises PlanError if the plan cannot follow.
     """
     plan, cluster = realigned(first.plan, first.weights, first.graph, graph, replaced), first.cluster
-    require_valid(plan, graph, cluster)
+    able = replace(first.able, graph=graph)
+    require_valid(plan, graph, cluster, able)
     # Where gradients flow now and did not before, or the other way round, ranks have other messages.
     traffic = [Traffic.of(pipeline, graph) for pipeline in plan.pipelines]
     specs = tuple(spec and replace(spec, traffic=traffic[spec.pipeline]) for spec in first.specs)
-    return replace(
-        first,
-        plan=plan,
-        graph=graph,
-        program=_program(plan, cluster, specs, clip=first.clip),
-        specs=specs,
-        placement=Placement.of(plan, cluster),
-    )
+    return _lowered(plan, cluster, able, specs, first.weights, first.clip)
 
 
-def _program(plan: Plan, cluster: Cluster, specs: Sequence[RankSpec | None], *, clip: bool) -> Program:
+def _lowered(
+    plan: Plan,
+    cluster: Cluster,
+    able: Capabilities,
+    specs: tuple[RankSpec | None, ...],
+    weights: PlannedWeights,
+    clip: bool,
+) -> Lowered:
     passes = _passes(plan, cluster, specs)
-    program = _whole(passes, specs, clip=clip)
+    program = _program(passes, specs, clip=clip)
     try:
         require_runnable(program, specs)
     except PlanError:
         if plan.zero < 3:
             raise
         # Gathers may make ranks wait for each other that wait for messages too. Not if they come first.
-        program = _whole(passes, specs, clip=clip, ahead=True)
+        program = _program(passes, specs, clip=clip, ahead=True)
         require_runnable(program, specs)
-    return program
+    return Lowered(
+        plan=plan,
+        cluster=cluster,
+        able=able,
+        program=program,
+        specs=specs,
+        weights=weights,
+        placement=Placement.of(plan, cluster),
+        clip=clip,
+    )
 
 
 def _passes(plan: Plan, cluster: Cluster, specs: Sequence[RankSpec | None]) -> tuple[tuple[Action, ...], ...]:
@@ -120,7 +128,7 @@ def _passes(plan: Plan, cluster: Cluster, specs: Sequence[RankSpec | None]) -> t
     return tuple(ranks)
 
 
-def _whole(
+def _program(
     passes: Sequence[Sequence[Action]], specs: Sequence[RankSpec | None], *, clip: bool, ahead: bool = False
 ) -> Program:
     """With parameters that are gathered, and the update; ``ahead``: all are gathered before the first pass."""

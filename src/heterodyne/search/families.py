@@ -14,7 +14,7 @@ from math import inf
 from typing import TypeAlias
 
 from heterodyne.cost.model import CostModel
-from heterodyne.plan.capabilities import Capabilities, Feature
+from heterodyne.plan.capabilities import CUTTING, Capabilities, Feature
 from heterodyne.search.bound import all_at_work_s
 from heterodyne.search.by_class import ByClass
 from heterodyne.search.data_parallel import DataParallel
@@ -33,7 +33,6 @@ __all__ = ["Families"]
 
 _WITHIN = 1.01
 """So near to its bound a plan is taken: predictions are not better."""
-_OF_PARTS = ("pipeline", "split", "context")
 _Counts: TypeAlias = tuple[int, ...] | tuple[None]
 """Numbers of micro-batches that are tried one after the other until one can be; None: any."""
 
@@ -93,7 +92,7 @@ class Families:
     @property
     def _of_data(self) -> Strategy:
         """What is asked for of whole models."""
-        return "data" if self.strategy in _OF_PARTS else self.strategy
+        return "data" if self.strategy in CUTTING else self.strategy
 
     @property
     def _beside_others(self) -> dict[str, MicroBatchChoice]:
@@ -134,7 +133,7 @@ class Families:
         split = self._split(self._counts(found)[0])
         known = [*found]
         if strategy != "pipeline":
-            known += split.as_marked()
+            known += map(self._if_exact, split.as_marked())
             yield from known[len(found) :]
         for number, family in enumerate((self._by_class, self._splits)):
             if self._at_work_s / CUTTING_PAYS * _WITHIN >= self._below_s(known):
@@ -145,6 +144,10 @@ class Families:
             own = family(found, self._below_s(known))
             known += own
             yield from own
+
+    def _if_exact(self, candidate: Candidate) -> Candidate:
+        faults = [] if candidate.plan is None else self.able.faults(candidate.plan)
+        return replace(candidate, plan=None, simulation=None, why_not="; ".join(faults)) if faults else candidate
 
     def _split(self, count: int | None) -> Split:
         return Split(model=self.model, runs=self.runs, samples=self.samples, sizes=self.sizes, count=count)
@@ -176,9 +179,8 @@ class Families:
 
     def _splits(self, found: Sequence[Candidate], below_s: float) -> tuple[Candidate, ...]:
         """Of the kinds that are asked for and exact: sequences may be split where weights may not."""
-        features: dict[str, Feature] = {"split": "tensor_parallel", "context": "context_parallel"}
-        asked = tuple(features) if self.strategy == "auto" else (self.strategy,)
-        kinds = [kind for kind in asked if kind in features and self.able.allow(features[kind])]
+        asked = ("split", "context") if self.strategy == "auto" else (self.strategy,)
+        kinds = [kind for kind in asked if kind != "pipeline" and self.able.allow(CUTTING[kind])]
         return self._split(self._counts(found)[0]).candidates(kinds, below_s)
 
     def _counts(self, found: Sequence[Candidate]) -> _Counts:

@@ -18,7 +18,7 @@ from heterodyne.cost.model import CostModel
 from heterodyne.cost.recipe import Recipe
 from heterodyne.errors import InfeasibleError, PlanError
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.job import OptimizerName, Reach
+from heterodyne.job import OptimizerName
 from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precisions, in_words
@@ -48,7 +48,7 @@ def plan(
     memory: MemoryAssumptions | None = None,
     given: Plan | None = None,
     rehearsed: Mapping[str, Rehearsed] | None = None,
-    reach: Reach = "element",
+    able: Capabilities | None = None,
     near: float = 1.0,
 ) -> Planned:
     """The fastest plan by prediction, or the fastest of those that ``strategy`` names. The same arguments give the same plan.
@@ -58,7 +58,7 @@ def plan(
         bucket_bytes: of a gradient bucket; None: what the links ask for.
         given: a plan that somebody wrote is taken as it is, whatever its memory, and weighed against what would have been chosen.
         rehearsed: what was seen of plans that were run, by their `identity`. The choice is among the fastest of these.
-        reach: what the optimizer must see at once; plans that cut it are left out.
+        able: what runs exactly; None: what does for the model, whatever its optimizer.
         near: how many times as long as the fastest a plan may be predicted to take and is still looked for, as a rehearsal wants it.
 
     Raises InfeasibleError if no plan fits, with what each device lacks; MeasureError where the profile lacks a
@@ -70,7 +70,7 @@ def plan(
     recipe = Recipe(optimizer=optimizer, momentum=momentum, precision=precision, clip=clip)
     families = Families(
         model=_believed(graph, cluster, profile, recipe, bucket_bytes, memory),
-        able=Capabilities(graph, reach=reach),
+        able=able or Capabilities(graph),
         samples=global_batch_size,
         sizes=tuple(sorted({min(size, global_batch_size) for size in sizes})),
         strategy=strategy,

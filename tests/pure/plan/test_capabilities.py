@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from heterodyne.cluster import Cluster
 from heterodyne.cost.model import CostModel
-from heterodyne.errors import InfeasibleError
-from heterodyne.graph import Loss, ModelGraph, ModuleOnly, Ref
+from heterodyne.errors import InfeasibleError, PlanError
+from heterodyne.graph import ModelGraph
+from heterodyne.graph.task_graphs import TaskGraph
 from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
-from heterodyne.plan.capabilities import FEATURES, TRAITS, Capabilities, uses
+from heterodyne.plan.capabilities import CUTTING, FEATURES, TRAITS, Capabilities, Feature, Trait, asked_by, uses
 from heterodyne.plan.check import violations
 from heterodyne.plan.kept import names_of
 from heterodyne.plan.lower import lower
 from heterodyne.search.planner import plan as planned
 from heterodyne.sim.run import simulate
-from pure.build import cluster, graph, linear, profile
-
-CHAIN = graph(2)
-MODELS: dict[str, ModelGraph] = {
-    "any model": CHAIN,
-    "statistics over the batch (BatchNorm)": graph(2, places=(2,), batch_statistics=True),
-    "a loss that compares samples": replace(CHAIN, loss=Loss(reduction="coupled"), output=Ref(CHAIN.ops[-1].name)),
-    "a model that only its module trains": replace(CHAIN, module_only=(ModuleOnly(what="a hook", source="net.py:3"),)),
-    "a model without a graph": replace(CHAIN, opaque="data decides the flow (net.py:7)"),
-}
+from pure.build import cluster, linear, profile
+from pure.plan.kinds import ABLE, CHAIN, DEVICES, PLANS, plan_with
 
 
 @st.composite
@@ -74,13 +69,13 @@ def any_plan(draw: st.DrawFn, model: ModelGraph, machines: Cluster) -> Plan:
     )
 
 
-@given(trait=st.sampled_from(sorted(MODELS)), devices=st.integers(1, 5), data=st.data())
+@given(trait=st.sampled_from(sorted(ABLE)), devices=st.integers(1, 5), data=st.data())
 def test_what_the_table_allows_lowers_and_plays_and_nothing_else(trait: str, devices: int, data: st.DataObject) -> None:
-    model, machines = MODELS[trait], cluster(devices)
+    able, machines = ABLE[trait], cluster(devices)
+    model = able.graph
     drawn = data.draw(any_plan(model, machines))
-    able = Capabilities(model)
     refused = [use for use in uses(drawn) if not able.allow(use.feature)]
-    broken = violations(drawn, model, machines)
+    broken = violations(drawn, model, machines, able)
     assert len(broken) == len(refused)
     for use, sentence in zip(refused, broken, strict=True):
         assert sentence.startswith(f"{use.where} {use.how}, and {able.why_not(use.feature)}")
@@ -89,21 +84,19 @@ def test_what_the_table_allows_lowers_and_plays_and_nothing_else(trait: str, dev
         times = CostModel(graph=model, cluster=machines, profile=profile(model, machines, [linear(1.0)] * devices)).of(
             drawn
         )
-        assert simulate(lower(drawn, model, machines).program, times).step_s > 0
+        assert simulate(lower(drawn, model, machines, able=able).program, times).step_s > 0
 
 
 @given(
-    trait=st.sampled_from(sorted(MODELS)),
+    trait=st.sampled_from(sorted(ABLE)),
     rates=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     batch=st.integers(1, 9),
 )
 def test_the_search_proposes_only_what_the_table_allows(trait: str, rates: list[int], batch: int) -> None:
-    model, machines = MODELS[trait], cluster(len(rates))
-    able = Capabilities(model)
+    able, machines = ABLE[trait], cluster(len(rates))
+    speeds = [linear(1.0 / r) for r in rates]
     try:
-        found = planned(
-            model, machines, profile(model, machines, [linear(1.0 / r) for r in rates]), global_batch_size=batch
-        )
+        found = planned(able.graph, machines, profile(able.graph, machines, speeds), global_batch_size=batch, able=able)
     except InfeasibleError:
         assume(False)
     for candidate in found.candidates:
@@ -112,9 +105,43 @@ def test_the_search_proposes_only_what_the_table_allows(trait: str, rates: list[
 
 def test_whole_weights_are_not_split() -> None:
     assert Capabilities(CHAIN).allow("tensor_parallel")
-    assert Capabilities(CHAIN, reach="weight").why_not("tensor_parallel") == "the optimizer updates whole weights only"
+    assert Capabilities(CHAIN, "weight").why_not("tensor_parallel") == "the optimizer updates whole weights only"
 
 
-def test_every_trait_refuses_features_that_there_are() -> None:
+def test_every_trait_and_every_feature_has_its_case() -> None:
     assert all(trait.refuses <= set(FEATURES) for trait in TRAITS)
-    assert {trait.name for trait in TRAITS} == {*MODELS, "an optimizer of whole weights"}
+    assert [trait.name for trait in TRAITS] == list(ABLE)
+    assert set(PLANS) == set(FEATURES)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("trait", TRAITS, ids=lambda trait: trait.name)
+def test_table_rules_and_lowering_agree_of_each_trait_and_feature(trait: Trait, feature: Feature) -> None:
+    able = ABLE[trait.name]
+    made = plan_with(feature, able.graph)
+    used = {use.feature for use in uses(made)}
+    assert feature in used
+    assert feature not in trait.refuses or not able.allow(feature)
+    refused = {each for each in used if not able.allow(each)}
+    broken = violations(made, able.graph, DEVICES, able)
+    assert {name for name in used if any(FEATURES[name].remedy in sentence for sentence in broken)} >= refused
+    assert bool(broken) == bool(refused), broken
+    with pytest.raises(PlanError) if refused else nullcontext():
+        lower(made, able.graph, DEVICES, able=able)
+
+
+@pytest.mark.parametrize("able", ABLE.values(), ids=ABLE)
+def test_a_strategy_cuts_a_model_where_its_feature_is_allowed(able: Capabilities) -> None:
+    allowed = [able.allow(feature) for feature in CUTTING.values()]
+    assert able.cuts("auto") == any(allowed)
+    for strategy, feature in CUTTING.items():
+        assert able.cuts(strategy)
+        assert asked_by(strategy, able.graph) == (feature,)
+    for strategy in ("data", "equal", "fastest"):
+        assert not able.cuts(strategy)
+        assert asked_by(strategy, able.graph) == ()
+
+
+def test_a_model_that_is_marked_asks_for_parts_where_nothing_else_is_asked_for() -> None:
+    marked = replace(CHAIN, task_graphs=(TaskGraph(name="head", kind="split", device_count=None, source="net.py:3"),))
+    assert [asked_by(strategy, marked) for strategy in ("auto", "data")] == [("tensor_parallel",), ()]
