@@ -53,9 +53,7 @@ def rescued_if_memory_ends(session: Session, rescue: Callable[[], None]) -> Iter
 @contextmanager
 def told_while_building(session: Session, prepared: Prepared) -> Iterator[None]:
     """Out of memory while the model itself is placed is reported as in a step."""
-    lowered = prepared.lowered
-    role = lowered.placement.places[session.rank]
-    with told_with_stage(session.device, lowered.plan, lowered.graph, role, None, lambda: "building the model"):
+    with told_with_stage(session.device, prepared.lowered, session.rank, None, lambda: "building the model"):
         yield
 
 

@@ -242,10 +242,8 @@ def _stage(ops: tuple[int, int]) -> Block:
 
 def _require_fitting(given: Plan, captured: CapturedModel, session: Session, settings: Settings) -> None:
     """Raises PlanError if the plan is of another model, cluster or job, or breaks a rule."""
-    able = settings.able(captured.graph)
-    lower(
-        given, captured.graph, session.cluster, able=able
-    )  # also an order that would wait for ever, before anything is measured
+    # Also an order that would wait for ever is found before anything is measured.
+    lower(given, captured.graph, session.cluster, able=settings.able(captured.graph))
     for what, there, here in (
         ("samples a step", given.global_batch_size, settings.global_batch_size),
         ("precision", given.precision, settings.precision),

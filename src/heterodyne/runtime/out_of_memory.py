@@ -12,6 +12,7 @@ from torch import Tensor
 
 from heterodyne.errors import OutOfMemoryError, UnitError
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.plan.lower import Lowered
 from heterodyne.plan.placement import RankRole
 from heterodyne.plan.plan import Plan
 from heterodyne.runtime.records.shortages import Shortage
@@ -26,9 +27,8 @@ _ASKED = re.compile(r"tried to allocate ([0-9.]+) ?([KMGT]iB|bytes)", re.ASCII |
 @contextmanager
 def told_with_stage(
     device: torch.device,
-    plan: Plan,
-    graph: ModelGraph,
-    role: RankRole,
+    lowered: Lowered,
+    rank: int,
     step: int | None,
     doing: Callable[[], str],
     longer: Callable[[], bool] = lambda: False,
@@ -43,11 +43,12 @@ def told_with_stage(
             raise
         said = " ".join(str(error).split())
         where = doing() or "its begin"
-        where = (where if step is None else f"step {step + 1}, in {where}") + _held(plan, graph, role)
+        plan, role = lowered.plan, lowered.placement.places[rank]
+        where = (where if step is None else f"step {step + 1}, in {where}") + _held(lowered.graph, role)
         shortage = _shortage(device, plan, role, step, where, said, longer=longer())
         told = OutOfMemoryError(
-            f"rank {role.rank} ({role.device}) ran out of memory in {where}{_in_use(device)}: {said}. {_remedy(plan, role)}",
-            rank=role.rank,
+            f"rank {rank} ({role.device}) ran out of memory in {where}{_in_use(device)}: {said}. {_remedy(role)}",
+            rank=rank,
         )
         told.shortage = shortage
         raise told from error
@@ -99,16 +100,14 @@ def _used_and_free(device: torch.device) -> tuple[int, int]:
     return int(torch.accelerator.memory_allocated(device)), free
 
 
-def _held(plan: Plan, graph: ModelGraph, role: RankRole) -> str:
+def _held(graph: ModelGraph, role: RankRole) -> str:
     """Which stages this rank has, and from which block to which."""
-    if role.pipeline is None:
-        return ""
     words = []
-    for number in role.stages:
-        start, stop = plan.pipelines[role.pipeline].stages[number].ops
+    for number, stage in zip(role.stages, role.held, strict=True):
+        start, stop = stage.ops
         blocks = [block.name for block in graph.blocks if block.start < stop and block.stop > start]
         words.append(f"stage {number}" + (f", {blocks[0]} to {blocks[-1]}" if blocks else ""))
-    return f" ({'; '.join(words)})"
+    return f" ({'; '.join(words)})" if words else ""
 
 
 def _in_use(device: torch.device) -> str:
@@ -118,9 +117,8 @@ def _in_use(device: torch.device) -> str:
     return f", with {format_bytes(used)} in use and {format_bytes(most)} at most so far"
 
 
-def _remedy(plan: Plan, role: RankRole) -> str:
-    sizes = plan.pipelines[role.pipeline].micro_batches.sizes if role.pipeline is not None else ()
-    largest = max(sizes, default=1)
+def _remedy(role: RankRole) -> str:
+    largest = max(role.micro_batches.sizes, default=1)
     smaller = (
         f"micro-batches of {largest // 2} in place of {largest} samples keep about half as much (parallelism.micro_batch_sizes); "
         if largest > 1

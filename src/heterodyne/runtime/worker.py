@@ -114,6 +114,7 @@ class Worker:
         self.module = module
         self.graph = lowered.graph
         self.plan = lowered.plan
+        self._lowered = lowered
         self.rank = communicator.rank
         self.steps_done = 0
         self.recorder = recorder or Recorder(rank=self.rank, device=communicator.device, on=False)
@@ -318,9 +319,8 @@ class Worker:
     def _told_of_memory(self, number: int | None) -> AbstractContextManager[None]:
         return told_with_stage(
             self.device,
-            self.plan,
-            self.graph,
-            self._role,
+            self._lowered,
+            self.rank,
             number,
             lambda: "evaluation" if number is None else self._executor.doing,
             lambda: longer_than_planned(self._executor.inputs, self.graph),
