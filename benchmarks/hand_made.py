@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from heterodyne.api.settings import Prepared, Settings
     from heterodyne.cluster.profile import Profile
     from heterodyne.frontend import Captured
+    from heterodyne.job import Strategy
     from heterodyne.measure.whole_model import WholeModel
     from heterodyne.runtime.worker import Worker
-    from heterodyne.search.planned import Strategy
 
 __all__ = ["Line", "Rig", "cuts_at", "plan_of", "with_best_order"]
 

@@ -33,6 +33,7 @@ __all__ = [
     "OptimizerSection",
     "ParallelismSection",
     "Reach",
+    "Strategy",
     "TrainingSection",
     "decisive",
 ]
@@ -42,6 +43,7 @@ Positive = Annotated[Whole, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Below1 = Annotated[float, Field(ge=0, lt=1)]
 OptimizerName = Literal["adamw", "adamw8bit", "sgd", "adafactor"]
+Strategy = Literal["auto", "data", "pipeline", "split", "context", "equal", "fastest"]
 Reach = Literal["element", "weight", "model"]
 """What the update of an element may depend on."""
 
@@ -249,7 +251,7 @@ class ParallelismSection(Section):
             a model and before anything is measured; 0 to leave it out.
     """
 
-    strategy: Literal["auto", "data", "pipeline", "split", "context", "equal", "fastest"] = "auto"
+    strategy: Strategy = "auto"
     micro_batch_sizes: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=64)] | Literal["auto"] = "auto"
     measure_s: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
     bucket_size: Bytes | Literal["auto"] = "auto"

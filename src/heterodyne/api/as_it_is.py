@@ -19,12 +19,12 @@ from heterodyne.frontend.left_behind import Left, set_anew
 from heterodyne.frontend.loss_alone import has_loss_outside, output_of_model, trace_loss
 from heterodyne.frontend.opaque import CountGiven, Recount
 from heterodyne.graph.ir import Loss
+from heterodyne.job import Strategy
 from heterodyne.loss_count import LossCount
 from heterodyne.plan.capabilities import CUTTING, FEATURES
 from heterodyne.runtime.exact.parts import Seen, run_in_parts
 from heterodyne.runtime.slices import as_source
 from heterodyne.runtime.stages.forward import Precision
-from heterodyne.search.planned import Strategy
 
 Result = TypeVar("Result")
 

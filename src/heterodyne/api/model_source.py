@@ -22,14 +22,13 @@ from heterodyne.api.precision import Asked, resolved
 from heterodyne.api.session import Session
 from heterodyne.api.settings import Settings
 from heterodyne.frontend import CapturedModel
-from heterodyne.job import OptimizerSection
+from heterodyne.job import OptimizerSection, Strategy
 from heterodyne.measure.whole_model import WholeModel
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import precision_of
 from heterodyne.runtime.slices import BatchSource, as_source
 from heterodyne.runtime.weights.optimizer import OptimizerFactory, require_optimizer_library
 from heterodyne.runtime.weights.trainable import trainable_parameters
-from heterodyne.search.planned import Strategy
 
 __all__ = ["CapturedSource", "ModelSource"]
 

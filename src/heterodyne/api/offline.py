@@ -13,14 +13,14 @@ from heterodyne.cost.model import CostModel
 from heterodyne.cost.recipe import Recipe
 from heterodyne.errors import HeterodyneError, InfeasibleError
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.job import OptimizerSection
+from heterodyne.job import OptimizerSection, Strategy
 from heterodyne.plan.bind import bind
+from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.check import require_valid
 from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precisions, precision_of
 from heterodyne.report.simulated import lacking
-from heterodyne.search.planned import Strategy
 from heterodyne.search.planner import plan as search_plan
 from heterodyne.sim.run import Simulation, simulate
 from heterodyne.timeline import Timeline
@@ -62,6 +62,7 @@ def find_plan(
         precision=_measured_precision(cluster, profile),
         bucket_bytes=None,
         strategy=strategy,
+        able=Capabilities(graph, section.reach),
     ).plan
 
 

@@ -16,10 +16,9 @@ from heterodyne.arguments import checked_options
 from heterodyne.cluster.profile import Profile
 from heterodyne.errors import HeterodyneError, JobError
 from heterodyne.frontend.opaque import CountGiven
-from heterodyne.job import OptimizerSection, ParallelismSection
+from heterodyne.job import OptimizerSection, ParallelismSection, Strategy
 from heterodyne.plan.plan import Plan
 from heterodyne.runtime.weights.optimizer import OptimizerFactory
-from heterodyne.search.planned import Strategy
 from heterodyne.tracker_options import tracker_options
 
 __all__ = [

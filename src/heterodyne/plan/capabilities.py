@@ -15,7 +15,7 @@ from typing import Literal
 
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.job import Reach
+from heterodyne.job import Reach, Strategy
 from heterodyne.plan.mesh import count_of
 from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Pipeline, Plan, Stage
@@ -135,7 +135,7 @@ _PIECES: frozenset[Feature] = frozenset(
     (*_IN_PARTS, "several_stages", "recompute", "selective_recompute", "activation_offload", "split_backward")
 )
 """What runs pieces of the model's graph in place of the module."""
-CUTTING: Mapping[str, Feature] = MappingProxyType(
+CUTTING: Mapping[Strategy, Feature] = MappingProxyType(
     {"pipeline": "several_stages", "split": "tensor_parallel", "context": "context_parallel"}
 )
 """The strategies that cut the model, each with the feature that it asks for."""
@@ -248,7 +248,7 @@ class Capabilities:
         """Whether a plan may use all of them."""
         return self.refusing(*features) is None
 
-    def cuts(self, strategy: str) -> bool:
+    def cuts(self, strategy: Strategy) -> bool:
         """Whether plans of a strategy may cut the model."""
         return any(self.allow(feature) for feature in CUTTING.values()) if strategy == "auto" else strategy in CUTTING
 
@@ -261,7 +261,7 @@ class Capabilities:
         ]
 
 
-def asked_by(strategy: str, graph: ModelGraph) -> tuple[Feature, ...]:
+def asked_by(strategy: Strategy, graph: ModelGraph) -> tuple[Feature, ...]:
     """The features that every plan of a strategy uses: where nothing else is asked for, those that the model is marked with."""
     if strategy == "auto" and graph.task_graphs:
         return ("tensor_parallel",)

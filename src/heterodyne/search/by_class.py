@@ -16,6 +16,7 @@ from heterodyne.cluster.fleet_cluster import fleet_of
 from heterodyne.cost.class_layers import ClassLayers, Way
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError, PlanError
+from heterodyne.job import Strategy
 from heterodyne.plan.bind import bind
 from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.plan import Pipeline, Plan, Stage
@@ -25,7 +26,7 @@ from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.written import PaperPlanner
-from heterodyne.search.planned import CLEARLY, CUTTING_PAYS, Candidate, Kind, Strategy, serves
+from heterodyne.search.planned import CLEARLY, CUTTING_PAYS, Candidate, Kind, serves
 from heterodyne.search.predict import plan_of, predict, with_stages
 from heterodyne.search.refine import Refiner
 from heterodyne.search.relief import reloading

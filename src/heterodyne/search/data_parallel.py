@@ -13,10 +13,11 @@ from math import inf
 
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError, PlanError
+from heterodyne.job import Strategy
 from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
-from heterodyne.search.planned import Candidate, Strategy, serves
+from heterodyne.search.planned import Candidate, serves
 from heterodyne.search.predict import plan_of, predict, stage_of
 from heterodyne.search.proposals import Proposal, Proposer
 from heterodyne.sim.run import Simulation

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from heterodyne.cost.position import worked_on
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.job import Strategy
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.sharded_stage import shard_stage
 from heterodyne.plan.weights import PlannedWeights
-from heterodyne.search.planned import Candidate, Planned, Strategy, serves
+from heterodyne.search.planned import Candidate, Planned, serves
 from heterodyne.search.result import AlternativeRow, PlanningResult
 from heterodyne.units import format_bytes, format_seconds
 

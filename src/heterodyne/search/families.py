@@ -14,6 +14,7 @@ from math import inf
 from typing import TypeAlias
 
 from heterodyne.cost.model import CostModel
+from heterodyne.job import Strategy
 from heterodyne.plan.capabilities import CUTTING, Capabilities, Feature
 from heterodyne.search.bound import all_at_work_s
 from heterodyne.search.by_class import ByClass
@@ -22,7 +23,7 @@ from heterodyne.search.fit import Fit, fit_devices, runs_of
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.offload import offloading
 from heterodyne.search.parameter_sharding import ParameterSharding
-from heterodyne.search.planned import CLEARLY, CUTTING_PAYS, Candidate, Kind, Strategy
+from heterodyne.search.planned import CLEARLY, CUTTING_PAYS, Candidate, Kind
 from heterodyne.search.predict import overflow
 from heterodyne.search.relief import ACTIONS, Action
 from heterodyne.search.sharding import Sharding
@@ -179,8 +180,8 @@ class Families:
 
     def _splits(self, found: Sequence[Candidate], below_s: float) -> tuple[Candidate, ...]:
         """Of the kinds that are asked for and exact: sequences may be split where weights may not."""
-        asked = ("split", "context") if self.strategy == "auto" else (self.strategy,)
-        kinds = [kind for kind in asked if kind != "pipeline" and self.able.allow(CUTTING[kind])]
+        ways: tuple[Strategy, ...] = ("split", "context")
+        kinds = [way for way in ways if self.strategy in ("auto", way) and self.able.allow(CUTTING[way])]
         return self._split(self._counts(found)[0]).candidates(kinds, below_s)
 
     def _counts(self, found: Sequence[Candidate]) -> _Counts:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from heterodyne.cluster.spec import Cluster
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.job import Strategy
 from heterodyne.plan.plan import Plan
 from heterodyne.sim.run import Simulation
 
@@ -21,12 +22,10 @@ __all__ = [
     "Kind",
     "Planned",
     "Rehearsed",
-    "Strategy",
     "identity",
     "serves",
 ]
 
-Strategy = Literal["auto", "data", "pipeline", "split", "context", "equal", "fastest"]
 Kind = Literal[
     "balanced",
     "equal",

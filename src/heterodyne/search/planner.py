@@ -18,7 +18,7 @@ from heterodyne.cost.model import CostModel
 from heterodyne.cost.recipe import Recipe
 from heterodyne.errors import InfeasibleError, PlanError
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.job import OptimizerName
+from heterodyne.job import OptimizerName, Strategy
 from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precisions, in_words
@@ -26,7 +26,7 @@ from heterodyne.search.explain import reason
 from heterodyne.search.families import Families
 from heterodyne.search.fit import Fit, nothing_fits
 from heterodyne.search.host_room import lacking_on_hosts
-from heterodyne.search.planned import Candidate, Planned, Rehearsed, Strategy, identity, serves
+from heterodyne.search.planned import Candidate, Planned, Rehearsed, identity, serves
 from heterodyne.search.predict import compute_seconds, own_rates, predict
 
 __all__ = ["plan"]

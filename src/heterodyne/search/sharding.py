@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError, PlanError
+from heterodyne.job import Strategy
 from heterodyne.plan.boxes import Box
 from heterodyne.plan.plan import Pipeline, Plan, Stage
 from heterodyne.plan.weights import PlannedWeights
 from heterodyne.search.data_parallel import DataParallel
 from heterodyne.search.fit import Fit
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
-from heterodyne.search.planned import Candidate, Strategy
+from heterodyne.search.planned import Candidate
 from heterodyne.search.predict import overflow, predict, with_stages
 from heterodyne.search.relieved import relieved
 from heterodyne.sim.run import Simulation

@@ -6,9 +6,10 @@ import random
 
 import pytest
 
+from heterodyne.job import Strategy
 from heterodyne.search.contenders import LEAST_TURNS, NEAR, near_the_chosen, nothing_new, still_in, told_apart
 from heterodyne.search.explain import alternatives, paragraph
-from heterodyne.search.planned import Planned, Rehearsed, Strategy, identity, serves
+from heterodyne.search.planned import Planned, Rehearsed, identity, serves
 from heterodyne.search.planner import plan
 from pure.build import cluster, graph, linear, profile
 
