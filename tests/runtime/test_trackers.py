@@ -18,12 +18,10 @@ import pytest
 from heterodyne.errors import HeterodyneError, JobError
 from heterodyne.job import Job
 from heterodyne.runtime.records.metrics import MetricsFile, StepRecord, Validation, tracked
-from heterodyne.runtime.records.trackers.queue import TrackerQueue
-from heterodyne.runtime.records.trackers.tracker import Opening, Record
 from heterodyne.runtime.records.trackers.trackers import Trackers
 
 BAD_TRACKERS = '''
-import json, threading
+import json, os, threading, time
 
 def hang():
     print("hanging", flush=True)
@@ -39,6 +37,7 @@ class Tracker:
             hang()
         if self.options.get("exits"):
             raise SystemExit("no key")
+        time.sleep(self.options.get("sleeps_s", 0))
 
     def write(self, records):
         for record in records:
@@ -46,6 +45,8 @@ class Tracker:
                 raise RuntimeError("no more")
             if record.step == self.options.get("hangs"):
                 hang()
+            if record.step == self.options.get("killed_at"):
+                os.kill(os.getpid(), 9)
             if record.step == self.options.get("full_at"):
                 with open("/dev/full", "w") as disk:
                     disk.write("x")
@@ -136,38 +137,55 @@ def test_one_that_exits_or_cannot_be_imported_is_off_with_one_warning(tmp_path: 
     assert "failed (ModuleNotFoundError: No module named 'no_such_module')" in said
 
 
-def queue(factory: str, run: Path, said: list[str], *, arguments: Mapping[str, Any], **more: Any) -> TrackerQueue:
-    (run / "logs").mkdir()
-    options = {"factory": factory, "arguments": dict(arguments)}
-    opening = Opening(directory=run, run="run", done=0, config={}, options=options)
-    return TrackerQueue("custom", opening, log=run / "log", flush_s=SOON_S, say=said.append, **more)
+def test_nothing_is_dropped_while_a_tracker_hangs_and_what_it_lacks_is_counted(tmp_path: Path, factory: str) -> None:
+    """More than a pipe takes, and the tracker takes none."""
+    (said,) = after(custom(factory, hangs="init"), tmp_path, flush_s=SOON_S, steps=5000)
+    assert said == (
+        "warning: tracker custom had not finished 0.2 s after the end of the run, and was ended; it lacks 5000 of 5000 records"
+    )
 
 
-def test_what_is_too_much_to_keep_is_dropped_and_counted(tmp_path: Path, factory: str) -> None:
-    """The pipe takes some records, the queue 10; the tracker none."""
+def test_one_that_was_slow_gets_all_that_has_come_meanwhile(tmp_path: Path, factory: str) -> None:
+    got = tmp_path / "got"
+    assert after(custom(factory, file=str(got), sleeps_s=1.0), tmp_path, flush_s=AMPLE_S, steps=20_000) == []
+    assert [json.loads(line)[0] for line in got.read_text().splitlines()[:-1]] == list(range(1, 20_001))
+
+
+def test_people_hear_of_one_that_hangs_while_the_run_goes_on(
+    tmp_path: Path, factory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("heterodyne.runtime.records.trackers.handle._PATIENCE_S", 1.0)
     said: list[str] = []
-    tracker = queue(factory, tmp_path, said, arguments={"hangs": "init"}, capacity=10)
-    for step in range(5000):
-        tracker.write(Record(step=step, values={"loss": 1.0, "a name that is long": 2.0}, time_s=0.0))
-    tracker.close(SOON_S)
-    warning, end = said
-    assert warning.startswith("warning: tracker custom does not keep up: 10 records wait")
-    assert end.startswith("tracker custom had not finished")
-    assert end.endswith("it lacks 5000 of 5000 records")
-
-
-def test_people_hear_of_one_that_hangs_while_the_run_goes_on(tmp_path: Path, factory: str) -> None:
-    said: list[str] = []
-    now = [0.0]
-    tracker = queue(factory, tmp_path, said, arguments={"hangs": "init"}, clock=lambda: now[0] + time.monotonic())
-    for step in range(100):
-        now[0] = 10.0 * step
-        tracker.write(Record(step=step, values={}, time_s=0.0))
-    assert said == ["warning: tracker custom has taken nothing for 60 s; training goes on"]
-    tracker.close(SOON_S)
-    assert said[1:] == [
-        "tracker custom had not finished 0.2 s after the end of the run, and was ended; it lacks 100 of 100 records"
+    step = 0
+    with Trackers([custom(factory, hangs="init")], tmp_path, flush_s=SOON_S, say=said.append) as trackers:
+        while not said:
+            step += 1
+            trackers.write(step, {})
+            time.sleep(0.05)
+        trackers.write(step + 1, {})
+    assert said == [
+        "warning: tracker custom has taken nothing for 1 s; training goes on",
+        "tracker custom had not finished 0.2 s after the end of the run, and was ended; "
+        f"it lacks {step + 1} of {step + 1} records",
     ]
+
+
+def test_one_whose_process_is_killed_is_off_with_one_warning(tmp_path: Path, factory: str) -> None:
+    (said,) = after(custom(factory, killed_at=7), tmp_path, flush_s=AMPLE_S)
+    assert said.startswith("warning: tracker custom ended by signal 9; see ")
+
+
+def test_a_full_disk_costs_trackers_records_and_one_warning(tmp_path: Path, factory: str) -> None:
+    got, said = tmp_path / "got", []
+    with Trackers([custom(factory, file=str(got))], tmp_path, flush_s=AMPLE_S, say=said.append) as trackers:
+        trackers.write(1, {"loss": 1.0})
+        with full_disk_beyond(10):
+            trackers.write(2, {"loss": 1.0})
+            trackers.write(3, {"loss": 1.0})
+        trackers.write(4, {"loss": 1.0})
+    assert [json.loads(line)[0] for line in got.read_text().splitlines()[:-1]] == [1, 4]
+    (warning,) = said
+    assert warning.startswith(f"warning: {tmp_path / 'logs'} cannot be written (")
 
 
 @pytest.mark.parametrize("where", ["init", "close"])
@@ -186,12 +204,11 @@ if {where == "close"}:  # also where nobody closes it
 def test_what_was_written_before_the_training_was_killed_is_tracked(tmp_path: Path, factory: str) -> None:
     got = tmp_path / "got"
     script = f"""
-import os, time
+import os
 from heterodyne.runtime.records.trackers.trackers import Trackers
 trackers = Trackers([{custom(factory, file=str(got))!r}], {str(tmp_path)!r}, flush_s={AMPLE_S})
 for step in range(20):
     trackers.write(step, {{"loss": 1.0}})
-    time.sleep(0.15 * (step == 18))  # what is written within a tenth of a second is handed on together
 os.kill(os.getpid(), 9)
 """
     subprocess.run([sys.executable, "-c", script], timeout=120, check=False)

@@ -29,6 +29,7 @@ from typing import Any
 from heterodyne.errors import HeterodyneError
 from heterodyne.json_files import parse_json
 from heterodyne.processes import to_standard_error
+from heterodyne.runtime.records.whole_lines import WholeLines
 from heterodyne.text_files import open_regular
 
 __all__ = ["Line", "MetricsFile", "Slower", "StepRecord", "Validation", "tracked"]
@@ -84,13 +85,16 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, *, done: int = 0, say: Callable[[str], None] = to_standard_error) -> None:
-        self._path = path
-        self._say = say
-        self._warned = False
+        def complain(why: str) -> None:
+            say(
+                f"warning: {path} cannot be written ({why}): training goes on, and the file lacks the steps until it can; make room on "
+                "that disk"
+            )
+
         try:
-            self._length = _length_until(path, done)
+            length = _length_until(path, done)
             self._file = path.open("ab", buffering=0)
-            self._file.truncate(self._length)
+            self._lines = WholeLines(self._file.fileno(), length=length, complain=complain)
         except OSError as error:
             raise HeterodyneError(
                 f"{path} cannot be written ({error.strerror}); make the run directory writable"
@@ -98,31 +102,11 @@ class MetricsFile:
 
     def write(self, line: Line) -> None:
         """Append a line, whole or not at all. Numbers that are not finite become null, which JSON can say."""
-        fields = {name: _json_number(value) for name, value in asdict(line).items()}
-        text = (json.dumps(fields) + "\n").encode()
-        try:
-            written = self._file.write(text)
-            if written < len(text):  # the disk is full in the middle of the line: the rest says why it fails
-                self._file.write(text[written:])
-        except OSError as error:
-            self._take_back(error)
-        else:
-            self._length += len(text)
+        self._lines.write(json.dumps({name: _json_number(value) for name, value in asdict(line).items()}))
 
     def close(self) -> None:
         with suppress(OSError):  # some file systems report only now that they have no room
             self._file.close()
-
-    def _take_back(self, error: OSError) -> None:
-        """What is there of the line, so that later lines, if there is room again, stand by themselves."""
-        with suppress(OSError):
-            self._file.truncate(self._length)
-        if not self._warned:
-            self._warned = True
-            self._say(
-                f"warning: {self._path} cannot be written ({error.strerror}): training goes on, and the file lacks the steps until "
-                "it can; make room on that disk"
-            )
 
 
 def tracked(line: Line) -> dict[str, float]:

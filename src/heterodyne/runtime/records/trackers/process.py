@@ -1,6 +1,6 @@
-"""The process of one tracker. It reads lines from its standard input and writes lines about itself to its standard output.
+"""The process of one tracker. It follows a file that grows, its standard input, and writes lines about itself to its standard output.
 
-    in    what it is opened with; a line a record; ``end``
+    in    what each tracker is opened with, by name; a line a record; ``end``
     out   {"opened": PLACE}, {"taken": RECORDS}, {"failed": WHAT, "remedy": TEXT}, {"closed": true}
 
 What the tracker's library prints goes to standard error, which is a log file. The process outlives a parent that is gone, to write
@@ -13,7 +13,6 @@ import errno
 import importlib
 import json
 import os
-import select
 import signal
 import sys
 import threading
@@ -21,7 +20,6 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,10 +27,11 @@ from heterodyne.runtime.records.trackers.tracker import Opening, Record
 
 __all__ = ["END", "main"]
 
-END = b"end"
+END = "end"
 
 _NICE = 5  # where training computes on the same CPU, it goes first
-_TOGETHER_S = 0.25  # records are taken so seldom, since each time takes the processor from the training
+_TOGETHER_S = 0.25  # the file is looked at so seldom, since each time takes the processor from the training
+_TOGETHER = 1000  # records at a time, after each of which the training hears that the tracker goes on
 _LATER_S = 5.0  # a parent that is still there ends this process before that, and says so
 _LONGEST = 300  # characters of a failure; the log has all
 
@@ -55,25 +54,24 @@ def _run(reports: TextIO) -> None:
         with suppress(BrokenPipeError):  # the training is gone: there is nobody to tell
             reports.write(json.dumps(what) + "\n")
 
-    arrivals = _arrivals()
-    first, *early = next(arrivals)
-    header: Mapping[str, Any] = json.loads(first)
-    threading.Thread(target=_end_after_the_parent, args=(header["flush_s"],), daemon=True).start()
+    kind, parent = sys.argv[2], int(sys.argv[3])
+    lines = _lines(parent)
+    header: Mapping[str, Any] = json.loads(next(lines)[0])
+    threading.Thread(target=_end_after_the_parent, args=(parent, header["flush_s"]), daemon=True).start()
     remedy = ""
     try:
-        module = importlib.import_module(f"heterodyne.runtime.records.trackers.{header['kind']}")
+        module = importlib.import_module(f"heterodyne.runtime.records.trackers.{kind}")
         remedy = module.REMEDY
-        tracker = module.open_tracker(
-            Opening(**{**header["opening"], "directory": Path(header["opening"]["directory"])})
-        )
+        opening = {
+            **header["opening"],
+            "options": header["options"][kind],
+            "directory": Path(header["opening"]["directory"]),
+        }
+        tracker = module.open_tracker(Opening(**opening))
         report(opened=getattr(tracker, "place", ""))
-        for lines in chain([early], arrivals):
-            records = [_record(line) for line in lines if line != END]
-            if records:
-                tracker.write(records)
-                report(taken=len(records))
-            if END in lines:
-                break
+        for together in lines:
+            tracker.write([_record(line) for line in together])
+            report(taken=len(together))
         tracker.close()
         with suppress(OSError, ValueError):  # whoever reads this next ends the process, with what it has not written
             sys.stdout.flush()
@@ -84,14 +82,24 @@ def _run(reports: TextIO) -> None:
         report(failed=_told(error), remedy=_remedy(error, remedy))
 
 
-def _arrivals() -> Iterator[list[bytes]]:
-    """The whole lines that have come since the last turn, at least one, until standard input ends."""
-    rest = b""
-    while chunk := os.read(0, 1 << 16):
-        *lines, rest = (rest + chunk).split(b"\n")
-        if lines:
-            yield lines
-        _wait_for_the_end(_TOGETHER_S)
+def _lines(parent: int) -> Iterator[list[bytes]]:
+    """The first line, then the lines that have come since the last turn, at least one; until ``end``, or the parent is gone."""
+    at, most = 0, 1
+    while True:
+        is_last = os.getppid() != parent  # before the file is read, so that nothing comes later
+        new = os.pread(0, os.fstat(0).st_size - at, at)  # whose position is shared with the parent
+        new = new[: new.rfind(b"\n") + 1]  # a line that is not whole is read again
+        at += len(new)
+        lines = new.splitlines()
+        ends = bool(lines) and lines[-1] == END.encode()
+        if ends:
+            del lines[-1]
+        while lines:
+            yield lines[:most]
+            lines, most = lines[most:], _TOGETHER
+        if ends or is_last:
+            return
+        time.sleep(_TOGETHER_S)
 
 
 def _record(line: bytes) -> Record:
@@ -99,16 +107,10 @@ def _record(line: bytes) -> Record:
     return Record(step=step, time_s=time_s, values=values)
 
 
-def _wait_for_the_end(seconds: float | None) -> None:
-    """Until nobody holds the other end of standard input, but not longer than that."""
-    hang_up = select.poll()
-    hang_up.register(0, 0)
-    hang_up.poll(None if seconds is None else 1000 * seconds)
-
-
-def _end_after_the_parent(flush_s: float) -> None:
+def _end_after_the_parent(parent: int, flush_s: float) -> None:
     """Whatever the tracker hangs in."""
-    _wait_for_the_end(None)
+    while os.getppid() == parent:
+        time.sleep(1.0)
     time.sleep(flush_s + _LATER_S)
     os._exit(1)
 

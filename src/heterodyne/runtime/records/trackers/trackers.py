@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,8 +14,9 @@ from typing import Any, Self
 from heterodyne.arguments import checked_arguments
 from heterodyne.errors import HeterodyneError
 from heterodyne.processes import to_standard_error
-from heterodyne.runtime.records.trackers.queue import TrackerQueue
-from heterodyne.runtime.records.trackers.tracker import Opening, Record
+from heterodyne.runtime.records.trackers.handle import TrackerHandle
+from heterodyne.runtime.records.trackers.process import END
+from heterodyne.runtime.records.whole_lines import WholeLines
 from heterodyne.secret_names import without_secrets
 from heterodyne.tracker_options import TrackerOptions, tracker_options
 
@@ -54,46 +57,63 @@ class Trackers:
         self._say = say
         self._flush_s = flush_s
         self._odd: set[str] = set()
-        self._queues: list[TrackerQueue] = []
+        self._trackers: list[TrackerHandle] = []
         chosen = [each for each in tracker_options(wanted) if self._is_installed(each)]
         if not chosen:
             return
         logs = directory / "logs"
         try:
             logs.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=logs, buffering=0)  # noqa: SIM115  # goes with its last reader
         except OSError as error:
             raise HeterodyneError(
                 f"{logs} cannot be made ({error.strerror}); make the run directory writable"
             ) from error
-        for each in chosen:
-            opening = Opening(
-                directory=directory,
-                run=directory.name,
-                done=done,
-                config=without_secrets(config or {}),
-                options=each.options,
-            )
-            log = logs / f"tracker-{each.name}.log"
-            self._queues.append(TrackerQueue(each.name, opening, log=log, flush_s=flush_s, say=self._say))
+        self._records = WholeLines(
+            self._file.fileno(),
+            complain=lambda why: say(
+                f"warning: {logs} cannot be written ({why}): training goes on, and trackers lack the steps until it can; make room on "
+                "that disk"
+            ),
+        )
+        header = {
+            "flush_s": flush_s,
+            "opening": {
+                "directory": str(directory),
+                "run": directory.name,
+                "done": done,
+                "config": without_secrets(config or {}),
+            },
+            "options": {each.name: each.options for each in chosen},
+        }
+        if self._records.write(json.dumps(header)):
+            self._trackers = [
+                TrackerHandle(each.name, self._file, log=logs / f"tracker-{each.name}.log", flush_s=flush_s, say=say)
+                for each in chosen
+            ]
+        else:
+            self._file.close()
 
     @checked_arguments
     def write(self, step: int, values: Mapping[str, Any], *, time_s: float | None = None) -> None:
         """Numbers by name after a step. What is no number is left out, with one warning a name; None is left out."""
-        if not self._queues:
+        if all(tracker.is_over for tracker in self._trackers):
             return
         numbers = {name: number for name, value in values.items() if (number := self._number(name, value)) is not None}
-        record = Record(step=step, values=numbers, time_s=time.time() if time_s is None else time_s)
-        for queue in self._queues:
-            queue.write(record)
+        if self._records.write(json.dumps([step, time.time() if time_s is None else time_s, numbers])):
+            for tracker in self._trackers:
+                tracker.given()
 
     def close(self) -> None:
         """Let all finish, for ``flush_s`` seconds at most. A second call does nothing."""
-        queues, self._queues = self._queues, []
-        for queue in queues:
-            queue.end()
+        trackers, self._trackers = self._trackers, []
+        if not trackers:
+            return
+        self._records.write(END)
+        self._file.close()
         until_s = time.monotonic() + self._flush_s
-        for queue in queues:
-            queue.close(max(0.0, until_s - time.monotonic()))
+        for tracker in trackers:
+            tracker.close(max(0.0, until_s - time.monotonic()))
 
     def __enter__(self) -> Self:
         return self
