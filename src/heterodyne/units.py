@@ -17,7 +17,6 @@ __all__ = [
     "format_bandwidth",
     "format_bytes",
     "format_count",
-    "format_flops",
     "format_seconds",
     "parse_bandwidth",
     "parse_bytes",
@@ -80,11 +79,6 @@ def format_bytes(size: float) -> str:
 def format_bandwidth(bytes_per_s: float) -> str:
     """``25 GB/s``: decimal prefixes, as on datasheets."""
     return _decimal(bytes_per_s, "B/s")
-
-
-def format_flops(flops: float) -> str:
-    """``1.2 TFLOP``."""
-    return _decimal(flops, "FLOP")
 
 
 def format_count(count: float) -> str:

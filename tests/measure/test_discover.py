@@ -13,7 +13,6 @@ from heterodyne.measure.discover import (
     discover_machine,
     join_sightings,
     local_accelerators,
-    torch_device,
 )
 from heterodyne.measure.host_memory import HostMemory
 
@@ -90,8 +89,3 @@ def test_accelerators_of_one_node_get_the_link_of_the_catalog() -> None:
     kind = "A100-SXM-80GB"
     cluster = join_sightings([sighting(gpu("box", 0, kind)), sighting(gpu("box", 1, kind)), sighting(cpu("far", 0), 1)])
     assert [(link.between, link.bandwidth_bytes_per_s) for link in cluster.links] == [(("box", "box"), 300e9)]
-
-
-def test_where_tensors_live() -> None:
-    assert torch_device(cpu("a", 0), 3) == torch.device("cpu")
-    assert torch_device(gpu("a", 0), 3) == torch.device("cuda", 3)

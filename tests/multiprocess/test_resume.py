@@ -25,7 +25,9 @@ from heterodyne.plan.lower import lower
 from heterodyne.runtime.checkpoint.export import WEIGHTS
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.comm.communicator import Communicator
-from heterodyne.runtime.data.text import GlobalBatch, open_text
+from heterodyne.runtime.data.corpus import text_sources
+from heterodyne.runtime.data.text import GlobalBatch, TextData
+from heterodyne.runtime.data.tokens import open_tokens
 from heterodyne.runtime.engine import Outcome
 from heterodyne.runtime.records.progress import SilentReporter
 from heterodyne.runtime.records.run_directory import RunDirectory
@@ -139,13 +141,12 @@ def train(world: World, run: Path, shares: Sequence[int | None], resume: bool, s
         worker.strike = strike
         trainer = Trainer(
             worker=worker,
-            data=open_text(
-                str(run.parent / "text"),
+            data=TextData(
+                file=open_tokens(text_sources(str(run.parent / "text")), run.parent / "cache", say=lambda _: None),
                 sequence_length=LENGTH,
                 validation_fraction=JOB.data.validation_fraction,
                 batch_size=BATCH,
                 seed=JOB.training.seed,
-                cache=run.parent / "cache",
             ),
             job=JOB,
             plan=plan,

@@ -11,7 +11,6 @@ from heterodyne.units import (
     format_bandwidth,
     format_bytes,
     format_count,
-    format_flops,
     format_seconds,
     parse_bandwidth,
     parse_bytes,
@@ -79,5 +78,4 @@ def test_words_for_people() -> None:
     assert format_seconds(123) == "2 min 03 s"
     assert format_seconds(3720) == "1 h 02 min"
     assert format_count(10_700_000) == "10.7 M"
-    assert format_flops(1.2e12) == "1.2 TFLOP"
     assert format_bytes(1.5 * 2**30) == "1.5 GiB"

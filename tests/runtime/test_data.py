@@ -12,9 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from heterodyne.errors import DataError
+from heterodyne.runtime.data.corpus import text_sources
 from heterodyne.runtime.data.order import shuffled
-from heterodyne.runtime.data.text import TextData, open_text, require_vocabulary
-from heterodyne.runtime.data.tokens import TokenFile
+from heterodyne.runtime.data.text import TextData, require_vocabulary
+from heterodyne.runtime.data.tokens import TokenFile, open_tokens
 
 fractions = st.one_of(st.just(0.0), st.floats(0.01, 0.9))
 
@@ -148,9 +149,8 @@ def test_the_length_that_is_told_is_enough_and_no_less_is(fraction: float) -> No
 
 def test_the_whole_way_from_files(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(b"".join(b"line %d\n" % n for n in range(500)))
-    data = open_text(
-        "text.txt", base=tmp_path, cache=tmp_path / "cache", sequence_length=16, validation_fraction=0.1, batch_size=4, seed=1
-    )  # fmt: skip
+    file = open_tokens(text_sources("text.txt", base=tmp_path), tmp_path / "cache", say=lambda _: None)
+    data = TextData(file=file, sequence_length=16, validation_fraction=0.1, batch_size=4, seed=1)
     assert bytes(data.file.tokens[:7]) == b"line 0\n"
     assert data.batch(0).samples(1, 2)["input_ids"].shape == (2, 16)
 

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import schedules as theirs
 from heterodyne.plan.export import EvenPlan, pytorch_takes, torchtitan_toml
 from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.check import order_faults
-from heterodyne.plan.schedules.csv_file import computing, load_csv, parse_csv, save_csv
+from heterodyne.plan.schedules.csv_file import computing, format_csv, load_csv, parse_csv
 
 SHAPES = [(2, 4), (4, 4), (4, 8), (4, 10), (3, 7), (8, 32), (5, 2)]
 
@@ -123,7 +123,7 @@ def test_they_read_ours_and_find_no_deadlock(name: str, tmp_path: Path) -> None:
     schedule = SCHEDULES[name]
     chunks = schedule.chunks or 2
     path = tmp_path / "ours.csv"
-    save_csv(schedule.orders(3, chunks, 7), path)
+    path.write_text(format_csv(schedule.orders(3, chunks, 7)))
     engine = theirs._PipelineScheduleRuntime(stages(3, chunks), 7)
     engine._load_csv(str(path))
     lowered = {

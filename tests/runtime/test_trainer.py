@@ -25,7 +25,9 @@ from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.runtime.checkpoint.export import WEIGHTS
 from heterodyne.runtime.checkpoint.tensor_files import write_tensors
 from heterodyne.runtime.comm.agreement import Agreement
-from heterodyne.runtime.data.text import GlobalBatch, TextData, open_text
+from heterodyne.runtime.data.corpus import text_sources
+from heterodyne.runtime.data.text import GlobalBatch, TextData
+from heterodyne.runtime.data.tokens import open_tokens
 from heterodyne.runtime.engine import Outcome
 from heterodyne.runtime.records.metrics import StepRecord
 from heterodyne.runtime.records.progress import Reporter
@@ -142,9 +144,12 @@ class Notes(Reporter):
 @pytest.fixture
 def data(tmp_path: Path) -> TextData:
     (tmp_path / "text").write_text("".join(f"line {number}\n" for number in range(200)))
-    return open_text(
-        str(tmp_path / "text"), sequence_length=8, validation_fraction=0.1, batch_size=4, seed=0, cache=tmp_path / "cache"
-    )  # fmt: skip
+    return read(tmp_path)
+
+
+def read(folder: Path) -> TextData:
+    file = open_tokens(text_sources(str(folder / "text")), folder / "cache", say=lambda _: None)
+    return TextData(file=file, sequence_length=8, validation_fraction=0.1, batch_size=4, seed=0)
 
 
 def trainer(
@@ -324,11 +329,8 @@ def test_another_job_or_other_text_is_refused_by_field(
     with pytest.raises(CheckpointError, match=r"job\.training\.seed: 0 there, 5 here"):
         trainer(run, data, job=job(seed=5)).resume()
     (tmp_path / "text").write_text("other text " * 200)
-    other = open_text(
-        str(tmp_path / "text"), sequence_length=8, validation_fraction=0.1, batch_size=4, seed=0, cache=tmp_path / "cache"
-    )  # fmt: skip
     with pytest.raises(CheckpointError, match=r"data\.tokens"):
-        trainer(run, other, job=job()).resume()
+        trainer(run, read(tmp_path), job=job()).resume()
 
 
 def test_other_ways_to_keep_and_report_are_no_other_job(data: TextData, undisturbed: tuple[Path, Outcome]) -> None:

@@ -6,7 +6,7 @@ same Profile (`session.measure`). `discover` says which devices there are, `cach
 
 from heterodyne.measure.block_run import BlockProgram
 from heterodyne.measure.cache import Cache, default_folder
-from heterodyne.measure.discover import discover_cluster, discover_local, discover_machine, torch_device
+from heterodyne.measure.discover import discover_cluster, discover_local, discover_machine
 from heterodyne.measure.sampling import Sampling
 from heterodyne.measure.session import Request, measure
 from heterodyne.measure.whole_model import WholeModel
@@ -22,5 +22,4 @@ __all__ = [
     "discover_local",
     "discover_machine",
     "measure",
-    "torch_device",
 ]

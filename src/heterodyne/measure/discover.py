@@ -31,7 +31,6 @@ __all__ = [
     "has_bf16_units",
     "join_sightings",
     "local_accelerators",
-    "torch_device",
 ]
 
 
@@ -175,11 +174,6 @@ def join_sightings(sightings: Sequence[Sighting]) -> Cluster:
             for node in nodes
         },
     )
-
-
-def torch_device(device: Device, local_rank: int) -> torch.device:
-    """Where a worker's tensors live."""
-    return torch.device("cpu") if device.backend == "cpu" else torch.device(device.backend, local_rank)
 
 
 def has_bf16_units(device: torch.device) -> bool:

@@ -33,7 +33,6 @@ __all__ = [
     "prediction_rows",
     "step_rows",
     "summary_rows",
-    "time_rows",
     "verified_rows",
     "verify_rows",
 ]
@@ -176,29 +175,6 @@ def prediction_rows(comparison: Comparison) -> Rows:
             for claim in (*comparison.run, *comparison.memory)
         ),
         notes=("error = (predicted − measured) / measured; measured values are medians over the steps",),
-    )
-
-
-def time_rows(comparison: Comparison) -> Rows:
-    """Seconds of a step, a row for each rank and kind; the rank is named on its first row."""
-    rows = []
-    for claim in comparison.seconds:
-        first = claim.what == comparison.kinds[0]
-        rows.append(
-            (
-                str(claim.rank) if first else "",
-                claim.device if first else "",
-                kind_name(claim.what),
-                seconds(claim.predicted),
-                seconds(claim.measured),
-                change(claim.error),
-            )
-        )
-    return Rows(
-        title="Where the time of a step goes",
-        columns=columns(">rank", "device", "on", ">predicted", ">measured", ">error"),
-        rows=tuple(rows),
-        notes=("wait is the part of the step in which the rank computes nothing",),
     )
 
 

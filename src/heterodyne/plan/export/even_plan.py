@@ -21,7 +21,6 @@ class ModelShape:
     num_attention_heads: int | None = None
     num_query_groups: int | None = None
     sequence_length: int | None = None
-    vocabulary_size: int | None = None
     num_experts: int | None = None
 
 

@@ -38,7 +38,6 @@ def model_shape(graph: ModelGraph) -> ModelShape:
     heads, groups = (_heads(graph, attention, operand) for operand in ("query", "key"))
     return ModelShape(
         hidden_size=lookup.shape[1] if lookup is not None else None,
-        vocabulary_size=lookup.shape[0] if lookup is not None else None,
         num_attention_heads=heads,
         num_query_groups=groups if groups != heads else None,  # many models repeat the keys before they attend
         sequence_length=_positions(graph, attention),

@@ -15,9 +15,9 @@ from pathlib import Path
 from heterodyne.errors import PlanError
 from heterodyne.plan.program import Action
 from heterodyne.plan.schedules.schedule import Orders
-from heterodyne.text_files import read_text, write_text
+from heterodyne.text_files import read_text
 
-__all__ = ["computing", "format_csv", "load_csv", "parse_csv", "save_csv"]
+__all__ = ["computing", "format_csv", "load_csv", "parse_csv"]
 
 _COMPUTING = ("F", "B", "I", "W", "R")
 _NO_MEANING = re.compile(r"^[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)$")
@@ -49,10 +49,6 @@ def load_csv(path: Path) -> Orders:
     except UnicodeDecodeError as error:
         raise PlanError("cannot be read: it is not UTF-8 text", path=str(path)) from error
     return parse_csv(text, path=str(path))
-
-
-def save_csv(orders: Orders, path: Path) -> None:
-    write_text(path, format_csv(orders))
 
 
 def computing(orders: Orders) -> Orders:

@@ -11,10 +11,8 @@ begin in one epoch and end in the next; no sample is dropped and each is seen on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,12 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from heterodyne.errors import DataError
-from heterodyne.runtime.data.corpus import text_sources
 from heterodyne.runtime.data.order import EpochOrder, held_out
 from heterodyne.runtime.data.source import ByStep
-from heterodyne.runtime.data.tokens import VOCABULARY, TokenFile, let_go_of_pages, open_tokens
+from heterodyne.runtime.data.tokens import VOCABULARY, TokenFile, let_go_of_pages
 
-__all__ = ["GlobalBatch", "TextData", "open_text", "require_vocabulary"]
+__all__ = ["GlobalBatch", "TextData", "require_vocabulary"]
 
 LONGEST_RUN = 64  # windows of validation text that stand together, at most
 
@@ -163,34 +160,6 @@ class TextData(ByStep):
 
     def _of(self, file: TokenFile, windows: NDArray[np.int64]) -> GlobalBatch:
         return GlobalBatch(tokens=file.tokens, windows=windows, length=self.sequence_length)
-
-
-def open_text(
-    text: str | Sequence[str],
-    *,
-    sequence_length: int,
-    validation_fraction: float,
-    batch_size: int,
-    seed: int,
-    cache: Path,
-    base: Path | None = None,
-    say: Callable[[str], None] = lambda _: None,
-) -> TextData:
-    """Find the text, read it or its cache, and cut it. Any process may call this at any time. Raises DataError.
-
-    Args:
-        text, base: see `text_sources`.
-        cache: the directory of token files.
-        say: is informed when text is read and why.
-    """
-    sources = text_sources(text, base=base)
-    return TextData(
-        file=open_tokens(sources, cache, say=say),
-        sequence_length=sequence_length,
-        validation_fraction=validation_fraction,
-        batch_size=batch_size,
-        seed=seed,
-    )
 
 
 def require_vocabulary(size: int, *, model: str, needed: int = VOCABULARY) -> None:

@@ -73,14 +73,6 @@ class RunDirectory:
         return self.path / "checkpoint"
 
     @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
     def model(self) -> Path:
         return self.path / "model"
 

@@ -8,7 +8,7 @@ import pytest
 
 from heterodyne.errors import PlanError
 from heterodyne.plan.schedules import SCHEDULES
-from heterodyne.plan.schedules.csv_file import computing, format_csv, load_csv, parse_csv, save_csv
+from heterodyne.plan.schedules.csv_file import computing, format_csv, load_csv, parse_csv
 
 
 def test_what_is_written_is_read() -> None:
@@ -19,7 +19,7 @@ def test_what_is_written_is_read() -> None:
 
 def test_a_file_keeps_places_without_work(tmp_path: Path) -> None:
     path = tmp_path / "schedule.csv"
-    save_csv(((), *SCHEDULES["1F1B"].orders(2, 1, 1)), path)
+    path.write_text(format_csv(((), *SCHEDULES["1F1B"].orders(2, 1, 1))))
     assert path.read_text(encoding="utf-8") == "\n0F0,0B0\n1F0,1B0\n"
     assert load_csv(path) == ((), *SCHEDULES["1F1B"].orders(2, 1, 1))
 
