@@ -12,9 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from pictures import run_picture
 from results import ROOT, Results, arguments
 
-from heterodyne.report.pictures import run_picture
 from heterodyne.report.run import load_run
 
 SPEEDS = "0.7,0.35,0.35,0.2"

@@ -20,8 +20,7 @@ from statistics import fmean, median
 from published_plan import evaluated
 from published_rows import FIT, LATER, TEST, Run, left_out, refuted_bytes, runs, unknown_frameworks
 from results import DATA, ROOT, Results
-
-from heterodyne.report.scatter import Predicted, scatter_picture
+from scatter import Predicted, scatter_picture
 
 ROWS = DATA / "measured_runs.jsonl"
 _SMALLEST = 3

@@ -14,10 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pictures import RatioBar, ratio_picture
 from results import ROOT
-
-from heterodyne.report.pictures import RatioBar, ratio_picture
-from heterodyne.report.scatter import Predicted, scatter_picture
+from scatter import Predicted, scatter_picture
 
 HERE = Path(__file__).resolve().parent
 MARKS = ("<!-- measured: written by make bench -->", "<!-- end of measured -->")

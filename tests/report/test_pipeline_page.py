@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,6 @@ from heterodyne.report.html import write_report
 from heterodyne.report.lanes import lanes
 from heterodyne.report.legend import legend
 from heterodyne.report.palette import DARK_STAGES, SERIES, STAGE_COLOURS
-from heterodyne.report.pictures import run_picture
 from heterodyne.report.run import Run, load_run
 from heterodyne.report.sections.stages import stage_section
 from heterodyne.report.step_times import by_rank, typical
@@ -100,9 +98,3 @@ def test_the_shades_of_a_stage_differ_in_lightness(palette: dict[str, str]) -> N
     for hue in range(SERIES):
         shades = [lightness(f"{kind}{hue}") for kind in "WBIFR"]
         assert shades == sorted(set(shades))
-
-
-def test_the_picture_is_drawn_in_the_same_colours(run: Run, tmp_path: Path) -> None:
-    svg = run_picture(run, tmp_path / "run.svg").read_text(encoding="utf-8")
-    for key in ("F0", "I1", "W2"):
-        assert STAGE_COLOURS[key] in svg

@@ -1,4 +1,4 @@
-"""Pictures for a README or a page of results: a run, its loss beside the run on one device, ratios of a benchmark.
+"""Pictures of results: a run, its loss beside the run on one device, ratios of a benchmark.
 
 Drawn with matplotlib's objects, never with pyplot: nothing global is touched, no window is opened, and the file's suffix
 (``.png`` or ``.svg``) decides what is written.
@@ -24,7 +24,7 @@ from heterodyne.report.step_times import typical
 from heterodyne.timeline import Event, Timeline
 from heterodyne.units import format_seconds
 
-__all__ = ["RatioBar", "loss_picture", "ratio_picture", "run_picture"]
+__all__ = ["RatioBar", "ratio_picture", "run_picture"]
 
 _COMM = {
     "SEND": (0.2, 0.1),
@@ -66,13 +66,6 @@ def run_picture(run: Run, path: Path, *, reference: Metrics | None = None) -> Pa
         _kind_legend(axes[0], [t for _, t in shown])
     if losses:
         _draw_loss(axes[-1], run.metrics, reference)
-    return _save(figure, path)
-
-
-def loss_picture(metrics: Metrics, path: Path, *, reference: Metrics | None = None, name: str = "this run") -> Path:
-    """Training and validation loss over the steps, those of one device beneath them."""
-    figure = Figure(figsize=(8, 4), layout="constrained", facecolor="white")
-    _draw_loss(figure.subplots(), metrics, reference, name=name)
     return _save(figure, path)
 
 
@@ -145,11 +138,11 @@ def _colour(key: str) -> str:
     return STAGE_COLOURS[key] if key in STAGE_COLOURS else LIGHT[key]
 
 
-def _draw_loss(axis: Axes, metrics: Metrics, reference: Metrics | None, *, name: str = "this run") -> None:
+def _draw_loss(axis: Axes, metrics: Metrics, reference: Metrics | None) -> None:
     _plain(axis, "loss")
     if reference is not None:
         _curve(axis, reference, "one device", LIGHT["c2"], width=6.0, alpha=0.4, marker=12.0)
-    _curve(axis, metrics, name, LIGHT["c0"], width=1.6, alpha=1.0, marker=5.0)
+    _curve(axis, metrics, "this run", LIGHT["c0"], width=1.6, alpha=1.0, marker=5.0)
     axis.grid(color=_LINE, linewidth=0.8)
     axis.set_xlabel("step", fontsize=9, color=_SOFT)
     axis.legend(fontsize=9, frameon=False, labelcolor=_SOFT)
