@@ -19,7 +19,7 @@ from heterodyne.plan.lower import lower
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Axis, Exchange, Layout, Pipeline, Plan, Region, Stage
 from heterodyne.runtime.comm.communicator import Communicator
-from heterodyne.runtime.executor import Watch
+from heterodyne.runtime.liveness.watchdog import Watchdog
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.worker import Worker
 from multiprocess.models import Case, capture_of
@@ -194,7 +194,7 @@ def staged_worker(
     recorder: Recorder | None = None,
     communicator: Communicator | None = None,
     compile_stages: bool = False,
-    watch: Watch | None = None,
+    watch: Watchdog | None = None,
     capture: Captured | None = None,
     zero: int = 0,
     reach: Reach = "element",

@@ -14,7 +14,8 @@ from heterodyne.loss_count import LossCount
 from heterodyne.plan.placement import RankRole
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.exact.weighting import Weights, part_statistics
-from heterodyne.runtime.executor import Step, Watch
+from heterodyne.runtime.executor import Step
+from heterodyne.runtime.liveness.watchdog import Watchdog
 from heterodyne.runtime.slices import BatchSource, GlobalBatchLike, OneShape, as_source, is_source
 from heterodyne.runtime.stages.stage_builder import (
     StageBuilder,
@@ -50,7 +51,7 @@ class BatchWork:
         buffers: Mapping[str, Tensor],
         section: OptimizerSection | None,
         total_steps: int,
-        watch: Watch | None,
+        watch: Watchdog | None,
     ) -> None:
         self._graph, self._stages, self._communicator = graph, stages, communicator
         self._role, self._global_batch_size, self._loss_count = role, global_batch_size, loss_count

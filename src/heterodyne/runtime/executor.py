@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +19,7 @@ from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.comm.work import Work
 from heterodyne.runtime.exact.weighting import Weights, known_loss, weighted_sum
 from heterodyne.runtime.liveness.failure_detector import BETWEEN_STEPS
+from heterodyne.runtime.liveness.watchdog import Watchdog
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.stage_builder import StageRuntime
@@ -32,22 +31,9 @@ from heterodyne.runtime.weights.outside_moves import OutsideMoves
 from heterodyne.runtime.weights.parameter_groups import set_rate
 from heterodyne.runtime.weights.sharded_parameters import ShardedParameters
 
-__all__ = ["Executor", "Step", "Watch"]
+__all__ = ["Executor", "Step"]
 
 _UPDATE = ("CLIP", "STEP", "GATHER")
-
-
-class Watch(Protocol):
-    """Is told what this rank is doing, so that one that hangs can be distinguished from those that wait for it."""
-
-    def progress(self, state: str) -> None:
-        """It begins to compute."""
-
-    def waiting(self, state: str) -> None:
-        """It begins to wait for others."""
-
-    def phase(self, state: str) -> AbstractContextManager[Any]:
-        """Around what takes long and is no action."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -123,7 +109,7 @@ class Executor:
         sharded: ShardedParameters | None = None,
         scale: LossScale | None = None,
         recorder: Recorder,
-        watch: Watch | None = None,
+        watch: Watchdog | None = None,
     ) -> None:
         self._rank = rank
         self.doing = ""  # the action that is under way, or was last

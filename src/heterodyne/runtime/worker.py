@@ -23,9 +23,10 @@ from heterodyne.runtime.batch_work import BatchWork
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.evaluation import eval_mode, evaluate
 from heterodyne.runtime.exact.later_batches import LaterBatches
-from heterodyne.runtime.executor import Executor, Step, Watch
+from heterodyne.runtime.executor import Executor, Step
 from heterodyne.runtime.failed_lookups import told_with_place
 from heterodyne.runtime.liveness.slowdowns import Slowdowns
+from heterodyne.runtime.liveness.watchdog import Watchdog
 from heterodyne.runtime.out_of_memory import longer_than_planned, told_with_stage
 from heterodyne.runtime.rank_model import RankModel
 from heterodyne.runtime.recapture.script_writes import ScriptWrites
@@ -99,7 +100,7 @@ class Worker:
         clip_grad_norm: float = 1.0,
         host_activation_bytes: int = 0,
         recorder: Recorder | None = None,
-        watch: Watch | None = None,
+        watch: Watchdog | None = None,
         stage_programs: StagePrograms | None = None,
         again: Again | None = None,
         left: Sequence[Left] = (),

@@ -24,7 +24,7 @@ from heterodyne.plan.lower import lower_again
 from heterodyne.runtime.assignment import Assignment
 from heterodyne.runtime.batch_work import BatchWork
 from heterodyne.runtime.exact.later_batches import LaterBatches
-from heterodyne.runtime.executor import Watch
+from heterodyne.runtime.liveness.watchdog import Watchdog
 from heterodyne.runtime.recapture.compared import Compared, disagreement
 from heterodyne.runtime.recapture.read_state import Change, ReadState, State
 from heterodyne.runtime.recapture.replaced_buffers import ReplacedBuffers
@@ -174,7 +174,7 @@ class Variants:
         sample: Callable[[], Sample],
         replaced: ReplacedBuffers,
         switched: Callable[[Variant], None],
-        watch: Watch | None,
+        watch: Watchdog | None,
         say: Callable[[str], None],
     ) -> None:
         self._module = module

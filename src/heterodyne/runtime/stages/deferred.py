@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,25 +20,16 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional as F
 
 from heterodyne.products import give_back, take_place
+from heterodyne.runtime.weights.gradients import GradientBuckets
 from heterodyne.runtime.weights.masters import gradient_dtype
 
-__all__ = ["DeferredWeights", "MainGradBuffer"]
-
-
-class MainGradBuffer(Protocol):
-    """Where weight gradients are accumulated."""
-
-    def place(self, parameter: Tensor) -> Tensor | None:
-        """Memory for the first gradient of a step; None: wherever."""
-
-    def added(self, parameter: Tensor) -> None:
-        """``parameter.grad`` has had one more gradient added."""
+__all__ = ["DeferredWeights"]
 
 
 class DeferredWeights:
     """The deferred weight gradients of one forward of one stage. ``home`` None: gradients stay where they are computed."""
 
-    def __init__(self, home: MainGradBuffer | None = None) -> None:
+    def __init__(self, home: GradientBuckets | None = None) -> None:
         self._home = home
         self._later: list[Callable[[], None]] = []
 

@@ -27,12 +27,12 @@ from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.exact.exchange import SampleExchange
 from heterodyne.runtime.split.group import Group
 from heterodyne.runtime.split.team import SplitTeam
-from heterodyne.runtime.stages.deferred import MainGradBuffer
 from heterodyne.runtime.stages.forward import Forward
 from heterodyne.runtime.stages.new_shapes import NewShapes, Shapes
 from heterodyne.runtime.stages.segments import Compilable, Runnable, Segment, WholeModel
 from heterodyne.runtime.stages.stages import Stages
 from heterodyne.runtime.stages.transfers import Edge, Team, Transfers
+from heterodyne.runtime.weights.gradients import GradientBuckets
 
 __all__ = [
     "Channels",
@@ -141,7 +141,7 @@ class StageBuilder:
         channels: Channels,
         *,
         programs: StagePrograms | None,
-        home: Callable[[], MainGradBuffer],
+        home: Callable[[], GradientBuckets],
         seed: int,
         compiled: Callable[..., object] | None = None,
         compile_stages: bool = False,

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from heterodyne.model_output import LOSS
 from heterodyne.runtime.exact.dropout import Draws
-from heterodyne.runtime.stages.deferred import DeferredWeights, MainGradBuffer
+from heterodyne.runtime.stages.deferred import DeferredWeights
 from heterodyne.runtime.stages.forward import Forward, on_device
 from heterodyne.runtime.stages.hosted import Hosted, HostedStore
 from heterodyne.runtime.stages.kept_outputs import KeptOutputs
 from heterodyne.runtime.stages.recompute import Recomputation
 from heterodyne.runtime.stages.segments import Segment
 from heterodyne.runtime.stages.transfers import Transfers, as_dtype, dtype_of
+from heterodyne.runtime.weights.gradients import GradientBuckets
 
 __all__ = ["Stages"]
 
@@ -62,7 +63,7 @@ class Stages:
         device: torch.device,
         transfers: Transfers | None = None,
         halves: frozenset[int] = frozenset(),
-        home: MainGradBuffer | None = None,
+        home: GradientBuckets | None = None,
         in_parts: frozenset[int] = frozenset(),
     ) -> None:
         self._in_parts = in_parts
