@@ -82,17 +82,15 @@ def discover_local(
     local_world_size: int,
     hostname: str,
     *,
-    siblings: Sequence[HostMemory] | None = None,
     accelerators: Sequence[Device] | None = None,
 ) -> Device:
     """The device of this worker, one of ``local_world_size`` on this host.
 
     Args:
-        siblings: what the other CPU workers of this host see of its memory. Not given, they are taken to stand where the process
-            that started this one stands; `discover_cluster` asks them.
         accelerators: those of this host; not given, torch is asked.
 
-    Raises ClusterError for a local rank that is not below the local world size.
+    The other CPU workers of this host are taken to see as much of its memory as the process that started this one does;
+    `discover_cluster` asks them. Raises ClusterError for a local rank that is not below the local world size.
     """
     if not 0 <= local_rank < local_world_size:
         raise ClusterError(
@@ -102,14 +100,12 @@ def discover_local(
     there = local_accelerators(hostname) if accelerators is None else tuple(accelerators)
     if local_rank < len(there):
         return there[local_rank]
-    if siblings is None:
-        others = local_world_size - min(len(there), local_world_size) - 1
-        siblings = (read_host_memory(os.getppid()),) * others
+    others = local_world_size - min(len(there), local_world_size) - 1
     return Device(
         id=f"{hostname}/cpu:{local_rank - len(there)}",
         kind="cpu",
         node=hostname,
-        memory_bytes=worker_memory(read_host_memory(), siblings),
+        memory_bytes=worker_memory(read_host_memory(), (read_host_memory(os.getppid()),) * others),
     )
 
 

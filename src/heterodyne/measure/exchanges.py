@@ -35,16 +35,15 @@ def measure_exchanges(
     devices: Sequence[str],
     bench: Workbench,
     *,
-    part_bytes: Sequence[int] = PART_BYTES,
     budget_s: float = 5.0,
 ) -> tuple[LinkSample, ...]:
-    """All-to-alls among all ranks of parts of these sizes; the same result on every rank. Nothing for one rank.
+    """All-to-alls among all ranks of parts of the sizes `PART_BYTES`; the same result on every rank. Nothing for one rank.
 
     If the budget does not allow one round of each size, nothing is measured, and that is said.
     """
     if peers.world_size < 2:
         return ()
-    rounds = min(_MOST_ROUNDS, int(budget_s / (len(part_bytes) * _ROUND_S)))
+    rounds = min(_MOST_ROUNDS, int(budget_s / (len(PART_BYTES) * _ROUND_S)))
     if not rounds:
         bench.say("exchanges between stretches of computing were not measured: the time for measuring is used up")
         return ()
@@ -62,7 +61,7 @@ def measure_exchanges(
 
     compute, chance = stretch(peers, bench), random.Random(bench.seed)
     exchanged, runs = [], []
-    for size in part_bytes:
+    for size in PART_BYTES:
         parts = [torch.zeros(size // 4, device=bench.device)] * peers.world_size
         exchanged.append((parts, [size // 4] * peers.world_size))
         brief = (0.0,) * _LEAST_RUNS
@@ -70,16 +69,16 @@ def measure_exchanges(
         each_s = elapsed_s(brief, exchanged[-1]) / _LEAST_RUNS
         runs.append(peers.broadcast_object(max(_LEAST_RUNS, round(_ROUND_S / (2 * BETWEEN_S + each_s))), 0))
     # The sizes take turns, so that a bad moment of the machine spoils few rounds of each, and the middle one is not among them.
-    added: list[list[float]] = [[] for _ in part_bytes]
+    added: list[list[float]] = [[] for _ in PART_BYTES]
     for number in range(rounds):
         bench.progress("exchanges between stretches of computing", number + 1, rounds)
-        for index in range(len(part_bytes)):
+        for index in range(len(PART_BYTES)):
             lengths = [varied(chance) for _ in range(runs[index])]
             ranks = peers.all_gather_object((elapsed_s(lengths, None), elapsed_s(lengths, exchanged[index])))
             alone_s, together_s = (max(of_ranks) for of_ranks in zip(*ranks, strict=True))
             added[index].append(max(_LEAST_S, (together_s - alone_s) / runs[index]))
     samples = []
-    for size, of_size in zip(part_bytes, added, strict=True):
+    for size, of_size in zip(PART_BYTES, added, strict=True):
         middle = median(of_size)
         low, _, high = quantiles(of_size, n=4, method="inclusive") if len(of_size) > 1 else (middle,) * 3
         samples.append(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from heterodyne.errors import PlanError
 from heterodyne.graph import TaskGraph
@@ -51,18 +50,16 @@ def colocated(task_graphs: Sequence[TaskGraph]) -> tuple[tuple[TaskGraph, ...], 
 
 
 def virtual_devices(
-    task_graphs: Sequence[TaskGraph], nodes: Mapping[str, str], *, major: Literal["worker", "device"] = "worker"
+    task_graphs: Sequence[TaskGraph], nodes: Mapping[str, str]
 ) -> tuple[tuple[VirtualDevice, ...], ...]:
     """For each copy of the model the devices of its stages. No TaskGraph, no copy.
 
     Each stage takes the next devices of the first node that has enough of them left, so that it stays in one node, or else the
-    next ones of all. Which stage is next is told by ``major``.
+    next ones of all. It goes copy by copy, so that the stages of a copy lie near each other.
 
     Args:
         task_graphs: as `colocated` takes them.
         nodes: for each device of the cluster, in order, the node that it stands in.
-        major: ``worker``: copy by copy, so that the stages of a copy lie near each other; ``device``: stage by stage, so that the
-            copies of a stage, which sum their gradients, do.
 
     Raises PlanError if the counts do not divide the devices.
     """
@@ -73,18 +70,16 @@ def virtual_devices(
     copies, left = divmod(len(nodes), sum(counts))
     if left or not copies:
         raise _does_not_divide(stages, len(nodes))
-    turns = [(copy, stage) for copy in range(copies) for stage in range(len(stages))]
-    if major == "device":
-        turns.sort(key=lambda turn: (turn[1], turn[0]))
     free = list(nodes)
-    taken: dict[tuple[int, int], tuple[str, ...]] = {}
-    for turn in turns:
-        taken[turn] = _next(free, nodes, counts[turn[1]])
-        free = [device for device in free if device not in taken[turn]]
-    return tuple(
-        tuple(VirtualDevice(task_graphs=stage, devices=taken[copy, number]) for number, stage in enumerate(stages))
-        for copy in range(copies)
-    )
+    placed: list[tuple[VirtualDevice, ...]] = []
+    for _ in range(copies):
+        copy = []
+        for stage, count in zip(stages, counts, strict=True):
+            taken = _next(free, nodes, count)
+            free = [device for device in free if device not in taken]
+            copy.append(VirtualDevice(task_graphs=stage, devices=taken))
+        placed.append(tuple(copy))
+    return tuple(placed)
 
 
 def _joins(

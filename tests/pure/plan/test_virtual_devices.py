@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -13,8 +12,6 @@ from hypothesis import strategies as st
 from heterodyne.errors import PlanError
 from heterodyne.graph import TaskGraph
 from heterodyne.plan.virtual_devices import colocated, virtual_devices
-
-MAJOR: tuple[Literal["worker"], Literal["device"]] = ("worker", "device")
 
 
 def replicated(name: str, count: int, *, section: int = 0, default: bool = False) -> TaskGraph:
@@ -37,10 +34,8 @@ def machines(*sizes: int) -> dict[str, str]:
     return {str(device): node for device, node in enumerate(nodes)}
 
 
-def places(
-    task_graphs: Sequence[TaskGraph], nodes: dict[str, str], major: Literal["worker", "device"] = "worker"
-) -> list[list[str]]:
-    return [["".join(v.devices) for v in copy] for copy in virtual_devices(task_graphs, nodes, major=major)]
+def places(task_graphs: Sequence[TaskGraph], nodes: dict[str, str]) -> list[list[str]]:
+    return [["".join(v.devices) for v in copy] for copy in virtual_devices(task_graphs, nodes)]
 
 
 D = replicated("d", 4, default=True)
@@ -111,13 +106,11 @@ def test_devices_that_are_left_over_make_copies() -> None:
     assert [t.name for t in copy[0].task_graphs] == ["d", "s0", "s1"]
 
 
-def test_either_a_copy_or_the_copies_of_a_stage_stay_in_a_node() -> None:
+def test_a_copy_stays_in_a_node() -> None:
     two = [replicated("a", 1), replicated("b", 1)]
-    assert places(two, machines(2, 2), "worker") == [["0", "1"], ["2", "3"]]
-    assert places(two, machines(2, 2), "device") == [["0", "2"], ["1", "3"]]
+    assert places(two, machines(2, 2)) == [["0", "1"], ["2", "3"]]
     uneven = [replicated("a", 1), split("b", 3)]
-    assert places(uneven, machines(4, 4), "worker") == [["0", "123"], ["4", "567"]]
-    assert places(uneven, machines(2, 6), "device") == [["0", "234"], ["1", "567"]]
+    assert places(uneven, machines(4, 4)) == [["0", "123"], ["4", "567"]]
 
 
 def test_a_stage_stays_in_a_node_where_one_has_room() -> None:
@@ -150,26 +143,21 @@ def test_counts_that_do_not_divide_the_devices_are_refused(counts: tuple[int, ..
     st.lists(st.integers(1, 4), min_size=1, max_size=4),
     st.integers(1, 4),
     st.lists(st.integers(1, 6), min_size=1, max_size=8),
-    st.sampled_from(MAJOR),
 )
-def test_every_device_has_one_place(
-    counts: list[int], copies: int, sizes: list[int], major: Literal["worker", "device"]
-) -> None:
+def test_every_device_has_one_place(counts: list[int], copies: int, sizes: list[int]) -> None:
     task_graphs = [replicated(f"t{k}", count) for k, count in enumerate(counts)]
     total = copies * sum(counts)
     nodes = dict(list(machines(*sizes * total).items())[:total])
-    placed = virtual_devices(task_graphs, nodes, major=major)
+    placed = virtual_devices(task_graphs, nodes)
     assert len(placed) == copies
     assert [[len(v.devices) for v in copy] for copy in placed] == [counts] * copies
     assert sorted(d for copy in placed for v in copy for d in v.devices) == sorted(nodes)
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.sampled_from(MAJOR))
-def test_no_task_graph_leaves_a_node_that_holds_whole_ones(
-    count: int, a_node: int, copies: int, major: Literal["worker", "device"]
-) -> None:
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+def test_no_task_graph_leaves_a_node_that_holds_whole_ones(count: int, a_node: int, copies: int) -> None:
     task_graphs = [replicated(f"t{k}", count) for k in range(a_node)]
     nodes = machines(*[count * a_node] * copies)
-    for copy in virtual_devices(task_graphs, nodes, major=major):
+    for copy in virtual_devices(task_graphs, nodes):
         for virtual in copy:
             assert len({nodes[device] for device in virtual.devices}) == 1

@@ -28,7 +28,6 @@ def grid(
     *,
     reads: Sequence[Read] | None = None,
     faults: Sequence[Fault] = (),
-    slot_s: float | None = None,
     most_columns: int = 400,
 ) -> str:
     """The picture, one line a place.
@@ -36,7 +35,7 @@ def grid(
     Args:
         times: by stage; by default F, I, W and R take a slot each, and B two.
         faults: what `check.order_faults` found.
-        slot_s: seconds of a column; by default the shortest action, but never so short that there are more than ``most_columns``.
+        most_columns: a column is as long as the shortest action, or longer where there would be more of them than these.
     """
     drawn = tuple(tuple(a for a in row if a.kind in ("F", "B", "I", "W", "R")) for row in orders)
     stages = 1 + max((a.stage for row in drawn for a in row), default=-1)
@@ -50,7 +49,7 @@ def grid(
     starts, ends = clock.run(rows)
     lengths = [[clock.duration[code] for code in row] for row in rows]
     last = max((done[-1] for done in ends if done), default=0.0)
-    slot = _slot(slot_s, lengths, last, most_columns)
+    slot = _slot(lengths, last, most_columns)
     marked = {(fault.place, fault.position) for fault in faults}
     tables = [
         _columns(row, starts[place], ends[place], slot, round(last / slot), {n for p, n in marked if p == place})
@@ -59,9 +58,9 @@ def grid(
     return _text(tables, faults)
 
 
-def _slot(asked: float | None, lengths: Sequence[Sequence[float]], last: float, most_columns: int) -> float:
+def _slot(lengths: Sequence[Sequence[float]], last: float, most_columns: int) -> float:
     shortest = min((seconds for row in lengths for seconds in row if seconds > 0), default=1.0)
-    return max(shortest if asked is None else asked, last / most_columns) or 1.0
+    return max(shortest, last / most_columns) or 1.0
 
 
 def _columns(
