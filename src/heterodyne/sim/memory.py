@@ -1,4 +1,4 @@
-"""Memory of one rank over its list of actions: what each allocates and frees, and the peak.
+"""Memory of one rank over its list of actions: what each allocates and frees, and the peak, also of what is kept on its host.
 
 A forward allocates what its stage saves of the micro-batch; R what was not saved, RELOAD what was offloaded; a backward frees all, or
 split: I leaves what W still needs. The first backward of a stage leaves its gradients. With sharded parameters UNSHARD allocates a
@@ -16,7 +16,7 @@ from heterodyne.cost.step import RankCosts, Reduction
 from heterodyne.plan.buckets import BUCKETS_UNDER_WAY
 from heterodyne.plan.program import Action
 
-__all__ = ["changes", "in_passes", "peak"]
+__all__ = ["changes", "host_peak", "in_passes", "peak"]
 
 Change = tuple[int, int]
 _PASSES = frozenset({"F", "B", "I", "W", "R", "CLIP", "STEP"})
@@ -34,6 +34,20 @@ def peak(actions: Sequence[Action], costs: RankCosts | None) -> int:
         alive += after
         if alive > most:
             most = alive
+    return most
+
+
+def host_peak(actions: Sequence[Action], costs: RankCosts | None) -> int:
+    """The most bytes of activations that wait in the memory of the host: from the forward of a micro-batch to the end of its backward, or
+    its first half."""
+    if costs is None:
+        return 0
+    alive = most = 0
+    for action in actions:
+        own = costs.stages[action.stage].host_bytes if action.kind in ("F", "B", "I") else ()
+        if own and action.index is not None:
+            alive += own[action.index] if action.kind == "F" else -own[action.index]
+            most = max(most, alive)
     return most
 
 

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from heterodyne.cost.step import StepCosts
 from heterodyne.plan.program import Action, Program
-from heterodyne.sim.host_memory import host_peak
-from heterodyne.sim.memory import in_passes, peak
+from heterodyne.sim.memory import host_peak, in_passes, peak
 from heterodyne.sim.passes import exchange_s
 from heterodyne.sim.tasks import Tasks
 from heterodyne.timeline import Event, Lane, Timeline
