@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from heterodyne.job import MetricsSection
-from heterodyne.runtime.records.metrics import Slower, StepRecord, Validation
+from heterodyne.runtime.records.metrics import Line, MetricsFile, Slower, StepRecord, Validation, tracked
 from heterodyne.runtime.records.progress import Reporter
 from heterodyne.runtime.records.run_directory import RunDirectory
-from heterodyne.runtime.records.sinks import Sinks
+from heterodyne.runtime.records.trackers.trackers import Trackers
 from heterodyne.runtime.step_result import StepResult
 from heterodyne.tracker_options import TrackerOptions
 
@@ -43,13 +43,15 @@ class RunRecords:
     last: int | None = None
     flush_s: float = MetricsSection().flush_s
     say: Callable[[str], None] = lambda _: None
-    _sinks: Sinks | None = None
+    _file: MetricsFile | None = None
+    _trackers: Trackers | None = None
 
     def open(self, done: int) -> None:
         """Begin after ``done`` steps: lines of later ones are of another past. Raises HeterodyneError if nothing can be written."""
         if self.run is not None:
-            self._sinks = Sinks.open(
-                self.run, self.trackers, done=done, config=self.config, flush_s=self.flush_s, say=self.say
+            self._file = MetricsFile(self.run.metrics, done=done, say=self.say)
+            self._trackers = Trackers(
+                self.trackers, self.run.path, done=done, config=self.config, flush_s=self.flush_s, say=self.say
             )
 
     def step(self, result: StepResult, *, done: int, seconds: float, memory_bytes: int) -> None:
@@ -67,23 +69,31 @@ class RunRecords:
             memory_bytes=memory_bytes,
             time_s=time.time(),
         )
-        if self._sinks is not None and (done % self.every == 0 or done == self.last):
-            self._sinks.write(record)
+        if done % self.every == 0 or done == self.last:
+            self._write(record)
         if result.slower is not None:
             self.reporter.slower = result.slower
-            if self._sinks is not None:
-                self._sinks.write(Slower(step=done, slower=result.slower, time_s=time.time()))
+            self._write(Slower(step=done, slower=result.slower, time_s=time.time()))
         self.reporter.step(record)
 
     def validation(self, loss: float, *, done: int) -> None:
         line = Validation(step=done, validation_loss=loss, time_s=time.time())
-        if self._sinks is not None:
-            self._sinks.write(line)
+        self._write(line)
         self.reporter.validation(line)
 
     def close(self) -> None:
         """Wait for the trackers, for a bounded time."""
-        if self._sinks is not None:
-            self._sinks.close()
-            self._sinks = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._trackers is not None:
+            self._trackers.close()
+            self._trackers = None
         self.reporter.close()
+
+    def _write(self, line: Line) -> None:
+        if self._file is not None:
+            self._file.write(line)
+        numbers = tracked(line)
+        if self._trackers is not None and numbers:
+            self._trackers.write(line.step, numbers, time_s=line.time_s)
