@@ -106,7 +106,7 @@ def test_lines_come_first_last_and_every_few_seconds() -> None:
 def test_a_terminal_gets_a_bar_and_sentences_above_it() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120, color_system=None)
-    reporter = BarReporter(12, console, done=3)
+    reporter = BarReporter(12, console)
     reporter.step(record(4))
     reporter.say("a [sentence] as it is")
     reporter.close()

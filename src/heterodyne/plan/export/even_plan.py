@@ -17,11 +17,9 @@ class ModelShape:
     """Numbers of a transformer as far as they are known; None: not known."""
 
     hidden_size: int | None = None
-    ffn_hidden_size: int | None = None
     num_attention_heads: int | None = None
     num_query_groups: int | None = None
     sequence_length: int | None = None
-    num_experts: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,15 +12,13 @@ __all__ = ["even_plan_of_groups"]
 def even_plan_of_groups(
     plan: Plan,
     *,
-    ends: tuple[int, int] = (1, 1),
     precision: Precision = "bf16",
     shape: ModelShape | None = None,
 ) -> EvenPlan:
     """The same plan in the words of other frameworks.
 
     Args:
-        plan: not bound.
-        ends: how many of the first and last blocks are the embedding and the head, which those do not count.
+        plan: not bound. Its first and its last block are the embedding and the head, which other frameworks do not count.
 
     Raises PlanError with what is not even, and what would be.
     """
@@ -48,8 +46,8 @@ def even_plan_of_groups(
             f"a global batch of {micro_batch * replicas * max(counts)} would"
         )
     layers = [stop - start for (start, stop), _, _ in cut]
-    layers[0] -= ends[0]
-    layers[-1] -= ends[1]
+    layers[0] -= 1
+    layers[-1] -= 1
     again = tuple(count if recompute else 0 for count, (_, recompute, _) in zip(layers, cut, strict=True))
     places = len({place for _, _, place in cut})
     return EvenPlan(

@@ -127,11 +127,9 @@ def _model(plan: EvenPlan) -> Iterator[tuple[object, ...]]:
     yield "--num-layers", plan.layers
     known = {
         "--hidden-size": shape.hidden_size,
-        "--ffn-hidden-size": shape.ffn_hidden_size,
         "--num-attention-heads": shape.num_attention_heads,
         "--seq-length": shape.sequence_length,
         "--max-position-embeddings": shape.sequence_length,
-        "--num-experts": shape.num_experts,
     }
     yield from ((name, value) for name, value in known.items() if value is not None)
     if shape.num_query_groups not in (None, shape.num_attention_heads):

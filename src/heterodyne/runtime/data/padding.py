@@ -20,21 +20,20 @@ from heterodyne.errors import DataError
 
 __all__ = ["PadTo"]
 
-_FILL = {"labels": -100, "attention_mask": 0, "token_type_ids": 0}
+_LABELS = -100
 
 
 @dataclass(frozen=True)
 class PadTo:
     """Makes a batch of samples that are mappings, each sequence filled up at its end to ``length``.
 
-    ``labels`` are filled with -100, which counts in no loss, ``attention_mask`` with 0, everything else with ``fill``. An
+    ``labels`` are filled with -100, which counts in no loss, everything else with 0. An
     ``attention_mask`` is added where there are ``input_ids`` and none. Numbers are stacked as they are.
 
     Raises DataError for a sample that is longer.
     """
 
     length: int
-    fill: int = 0
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         return dict(default_collate([self._padded(sample) for sample in samples]))
@@ -54,6 +53,6 @@ class PadTo:
             return tensor
         if len(tensor) > self.length:
             raise DataError(f"a sample has {len(tensor)} {name}, more than {self.length}: cut it, or pad to more")
-        filled = tensor.new_full((self.length, *tensor.shape[1:]), _FILL.get(name, self.fill))
+        filled = tensor.new_full((self.length, *tensor.shape[1:]), _LABELS if name == "labels" else 0)
         filled[: len(tensor)] = tensor
         return filled

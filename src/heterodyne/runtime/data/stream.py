@@ -154,13 +154,12 @@ class StreamSource:
         packed_length: int | None = None,
         collate: Collate = default_collate,
         validation: Stream | None = None,
-        sequence_length: int | None = None,
         name: str = "stream",
         workers: int = 0,
         prefetch: int = 2,
     ) -> None:
         self.batch_size = batch_size
-        self.sequence_length = packed_length or sequence_length
+        self.sequence_length = packed_length
         self._stream = stream
         self._seed = seed
         self._slot_count = slots or batch_size

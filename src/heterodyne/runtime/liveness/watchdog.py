@@ -52,13 +52,11 @@ _ABOUT_TO_RUN = frozenset({"running", "disk-sleep"})
 _ASLEEP = "it was stopped, or the machine was overloaded, and the others have given it up meanwhile"
 
 
-def end_process(status: int, before: Callable[[], None] | None = None) -> NoReturn:
-    """End this process now, whatever its main thread is stuck in; `before` and flushing get a second at most each."""
-    for action in (before, _flush):
-        if action is not None:
-            thread = threading.Thread(target=_quietly, args=(action,), daemon=True)
-            thread.start()
-            thread.join(1.0)
+def end_process(status: int) -> NoReturn:
+    """End this process now, whatever its main thread is stuck in; flushing gets a second at most."""
+    thread = threading.Thread(target=_quietly, args=(_flush,), daemon=True)
+    thread.start()
+    thread.join(1.0)
     os._exit(status)
 
 
@@ -79,7 +77,6 @@ class Watchdog:
         store: a connection of its own to the one where the workers met; what is not signed is not believed.
         members: all workers, in order of rank.
         is_connected: whether the process of a rank on another machine has a connection with the store (`RunStore.is_connected`).
-        before_exit: called before the process is ended from here, to close files; it has a second.
     """
 
     def __init__(
@@ -90,13 +87,11 @@ class Watchdog:
         members: Sequence[Member],
         limits: WatchLimits | None = None,
         is_connected: Callable[[int], bool],
-        before_exit: Callable[[], None] | None = None,
     ) -> None:
         self._limits = limits or WatchLimits()
         self._rank = rank
         self._members = tuple(members)
         self._is_connected = is_connected
-        self._before_exit = before_exit
         self._pulse_store = store
 
         self._doing: tuple[Kind, str, float, float] = ("phase", "starting", time.monotonic(), self._limits.phase_s)
@@ -461,8 +456,8 @@ class Watchdog:
             with suppress(OSError, ValueError):  # standard error may be closed or not a file
                 if not own:
                     faulthandler.dump_traceback(all_threads=True)
-            end_process(1, self._before_exit)
-        end_process(_INTERRUPTED if failure.interrupted else GAVE_UP_ON_A_PEER, self._before_exit)
+            end_process(1)
+        end_process(_INTERRUPTED if failure.interrupted else GAVE_UP_ON_A_PEER)
 
     def _rescued(self) -> None:
         """Rescue, and wait for the others to do so: whoever launched the workers ends all when the first has ended."""

@@ -67,7 +67,7 @@ class Reporter(ABC):
 class BarReporter(Reporter):
     """A bar that stays on the last line of a terminal."""
 
-    def __init__(self, total: int, console: Console, done: int = 0) -> None:
+    def __init__(self, total: int, console: Console) -> None:
         super().__init__(total)
         self._progress = Progress(
             TextColumn("step"),
@@ -78,7 +78,7 @@ class BarReporter(Reporter):
             refresh_per_second=REFRESHES_PER_S,
             transient=False,
         )
-        self._task = self._progress.add_task("", total=total, completed=done, figures="")
+        self._task = self._progress.add_task("", total=total, figures="")
         self._progress.start()
 
     def say(self, text: str) -> None:
@@ -136,7 +136,7 @@ class SilentReporter(Reporter):
         pass
 
 
-def reporter_for(stream: TextIO, *, total: int, done: int = 0) -> Reporter:
+def reporter_for(stream: TextIO, *, total: int) -> Reporter:
     """A bar if the stream is a terminal, lines if not."""
     console = console_on(stream)
-    return BarReporter(total, console, done) if console.is_terminal else LineReporter(total, stream)
+    return BarReporter(total, console) if console.is_terminal else LineReporter(total, stream)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -52,7 +52,6 @@ def init_distributed(
     device_id: torch.device | None = None,
     timeout_s: float = 300.0,
     limits: WatchLimits | None = None,
-    before_exit: Callable[[], None] | None = None,
 ) -> Iterator[Session]:
     """Connect this worker with the others while the block runs, under a watchdog.
 
@@ -63,7 +62,6 @@ def init_distributed(
         backend: as torch names it: ``gloo``, ``nccl``, ``cpu:gloo,cuda:nccl``.
         device_id: binds NCCL to this rank's device.
         timeout_s: how long to wait for ranks that have not come.
-        before_exit: called before the watchdog ends a process whose main thread is stuck, to close files.
 
     Raises:
         WorkerError: a rank came twice or never, a peer died or hangs, or this process may open too few files.
@@ -86,7 +84,6 @@ def init_distributed(
             members=members,
             limits=limits,
             is_connected=run_store.is_connected,
-            before_exit=before_exit,
         ) as watchdog:
             try:
                 dist.init_process_group(

@@ -6,7 +6,7 @@ A rank that two workers claim, and a rank that nobody claims, are told with name
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from heterodyne.errors import WorkerError
 from heterodyne.processes import to_standard_error
@@ -14,7 +14,7 @@ from heterodyne.runtime.liveness.failure_detector import Failure
 from heterodyne.runtime.liveness.members import Member
 from heterodyne.runtime.liveness.signing import SignedStore
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
-from heterodyne.runtime.rendezvous.waiting import WAITING_EVERY_S, Waiting
+from heterodyne.runtime.rendezvous.waiting import Waiting
 
 __all__ = ["meet"]
 
@@ -28,13 +28,10 @@ def meet(
     *,
     timeout_s: float,
     linger_s: float = 2.0,
-    say: Callable[[str], None] = to_standard_error,
-    every_s: float = WAITING_EVERY_S,
 ) -> tuple[Member, ...]:
-    """Claim this worker's rank and wait for the others. Returns all workers in order of rank.
+    """Claim this worker's rank and wait for the others; rank 0 tells who is waited for. Returns all workers in order of rank.
 
     Args:
-        say: is informed every ``every_s`` seconds who is waited for, on rank 0.
         linger_s: how long the worker that keeps the store stays after a failed start, to let the others read why.
 
     Raises:
@@ -48,7 +45,7 @@ def meet(
         store.set_first(_CONFLICT, Failure(rank=me.rank, host=me.host, text=text).dump())
         raise WorkerError(text, rank=me.rank, host=me.host)
     try:
-        return _wait_for_all(store, environment, Waiting(timeout_s, every_s=every_s, say=say if me.rank == 0 else None))
+        return _wait_for_all(store, environment, Waiting(timeout_s, say=to_standard_error if me.rank == 0 else None))
     except WorkerError:
         if me.rank == 0:
             time.sleep(linger_s)
