@@ -21,7 +21,7 @@ from heterodyne.runtime.comm.ring import all_gather_ring, reduce_scatter_ring
 from heterodyne.runtime.comm.shared_exchange import SharedExchange
 from heterodyne.runtime.comm.shared_memory import SharedBuffers
 from heterodyne.runtime.comm.shared_ranges import SharedRanges
-from heterodyne.runtime.comm.work import TorchWork, Work, event_after, timed_by
+from heterodyne.runtime.comm.work import Work, event_after, timed_by
 
 __all__ = ["ProcessGroup"]
 
@@ -112,7 +112,7 @@ class ProcessGroup:
             return self._through_host(tensor, lambda host: dist.all_reduce(host, group=self._group), timed=timed)
         if self._shared:
             return self._all_reduce_between_neighbours(tensor, timed=timed)
-        work: TorchWork = dist.all_reduce(tensor, group=self._group, async_op=True)
+        work: dist.Work = dist.all_reduce(tensor, group=self._group, async_op=True)
         pending = Work(work.wait, timed=timed)
         if timed and tensor.device.type == "cpu":
             work.get_future().add_done_callback(lambda _: pending.note_end(time.perf_counter()))
@@ -150,7 +150,7 @@ class ProcessGroup:
             sent = sent.cpu()
         received = sent.new_empty(sum(sizes))
         in_bytes = _in_bytes(received, sizes, parts)
-        work: TorchWork = dist.all_to_all_single(
+        work: dist.Work = dist.all_to_all_single(
             _bytes(received), _bytes(sent), *in_bytes, group=self._group, async_op=True
         )
         pending = Work(work.wait)

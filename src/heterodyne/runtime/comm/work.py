@@ -5,20 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from heterodyne.errors import WorkerError
 
-__all__ = ["TorchWork", "Work", "event_after", "timed_by"]
-
-
-class TorchWork(Protocol):
-    """What torch.distributed gives back for an asynchronous collective."""
-
-    def wait(self) -> bool: ...
-    def get_future(self) -> Any: ...
+__all__ = ["Work", "event_after", "timed_by"]
 
 
 class Work:
@@ -63,7 +56,7 @@ def timed_by(pending: Work, future: Future[None], *, timed: bool) -> Work:
     return pending
 
 
-def event_after(work: TorchWork, device: torch.device) -> torch.Event:
+def event_after(work: dist.Work, device: torch.device) -> torch.Event:
     """An event of the device that comes when ``work`` is over, without making the current stream wait for it."""
     end = torch.Event(device, enable_timing=True)
     with torch.Stream(device) as beside:
