@@ -27,6 +27,7 @@ from heterodyne.frontend.faults import line_of
 from heterodyne.frontend.flat_graph import tensors_of
 from heterodyne.frontend.loss_reading import Division, LossReading, Reduction
 from heterodyne.frontend.sizes import degree, proportional, size_of, spec_of
+from heterodyne.frontend.sizes_as_values import follows
 
 __all__ = ["LABELLED", "Walk", "read_loss"]
 
@@ -97,7 +98,7 @@ class Walk:
 
     def _combined(self, node: fx.Node, operands: list[fx.Node]) -> Reduction | None:
         """Operands that are added, put beside each other, or (all but one of them constant) multiplied."""
-        if any(self._follows(n) for n in operands):
+        if any(follows(n) for n in operands):
             return None
         found = {n: self.reduction(n) for n in operands}
         varying = [r for r in found.values() if r.kind != "constant"]
@@ -184,7 +185,7 @@ class Walk:
 
     def _div(self, node: fx.Node) -> Reduction | None:
         numerator, denominator = node.args[:2]
-        if not isinstance(numerator, fx.Node) or self._follows(numerator):
+        if not isinstance(numerator, fx.Node) or follows(numerator):
             return None
         return self._divided(node, self.reduction(numerator), denominator)
 
@@ -198,7 +199,7 @@ class Walk:
             return self._times_samples(top, size, 1)
         if isinstance(size, int) or (tensors_of(denominator) and denominator not in self.from_batch):
             return top
-        if not tensors_of(denominator) or self._follows(denominator) or top.kind != "quotient" or top.shifts:
+        if not tensors_of(denominator) or follows(denominator) or top.kind != "quotient" or top.shifts:
             return None
         found = self._denominator(node, denominator)
         division = Division(node=node, denominator=found, argument=denominator)
@@ -231,7 +232,7 @@ class Walk:
         """The sums over the samples that a value is computed from."""
         if node not in self.from_batch or node in statistics or not tensors_of(node):
             return
-        if self._follows(node) or node.op != "call_function":
+        if follows(node) or node.op != "call_function":
             raise self._unknown(node)
         found = self.sum_of_samples(node)
         if found is not None:
@@ -262,7 +263,7 @@ class Walk:
         return self._reduced(node, mean=True)
 
     def _histc(self, node: fx.Node) -> Reduction | None:
-        return _SUM if any(self._follows(n) for n in node.all_input_nodes) else None
+        return _SUM if any(follows(n) for n in node.all_input_nodes) else None
 
     _bincount = _histc
 
@@ -278,7 +279,7 @@ class Walk:
     def _reduced(self, node: fx.Node, *, mean: bool) -> Reduction | None:
         """A sum or mean over the samples, or a further one after that."""
         (source, *others) = [n for n in node.all_input_nodes if tensors_of(n)]
-        if not any(self._follows(n) for n in (source, *others)):
+        if not any(follows(n) for n in (source, *others)):
             return self._combined(node, [source]) if not others else None
         if any(degree(t) > 1 for t in tensors_of(source)):
             raise coupled(source)
@@ -293,11 +294,11 @@ class Walk:
         """Where an element-wise quotient is divided by one number for the whole batch, and by which."""
         if operator_name(node) not in ("mul", "div", "neg", "to", "view", "reshape", "_to_copy", "mul_", "div_"):
             return []
-        numbers = [n for n in node.all_input_nodes if tensors_of(n) and n in self.from_batch and not self._follows(n)]
+        numbers = [n for n in node.all_input_nodes if tensors_of(n) and n in self.from_batch and not follows(n)]
         if numbers and (operator_name(node) not in ("div", "div_") or node.args[0] in numbers):
             raise self._unknown(node)
         self.passed.add(node)
-        inner = [n for n in node.all_input_nodes if self._follows(n)]
+        inner = [n for n in node.all_input_nodes if follows(n)]
         return [(node, number) for number in numbers] + [found for n in inner for found in self._batch_wide(n)]
 
     def _labelled(self, node: fx.Node) -> Reduction | None:
@@ -305,8 +306,8 @@ class Walk:
         target, reduction = argument(node, "target"), argument(node, "reduction")
         assert isinstance(target, fx.Node)
         if reduction != 1:
-            return _SUM if reduction == 2 and self._follows(target) else None
-        if not self._follows(target):
+            return _SUM if reduction == 2 and follows(target) else None
+        if not follows(target):
             return None
         if target.meta["val"].is_floating_point():
             return _SAMPLES
@@ -330,10 +331,6 @@ class Walk:
             )
 
     # ---- what nodes are ---------------------------------------------------------------------------------------------
-
-    def _follows(self, node: fx.Node) -> bool:
-        """Whether a node's shape grows with the batch."""
-        return any(degree(t) > 0 for t in tensors_of(node))
 
     def _structure(self, node: fx.Node) -> int:
         """The same number for nodes that compute the same from the same inputs."""
