@@ -1,6 +1,6 @@
 """What the model is: the ModelGraph, without weights and without torch."""
 
-from heterodyne.graph.cut import Crossing, Value, computed_again, crossings, stage_ops
+from heterodyne.graph.cut import Value, computed_again, crossings
 from heterodyne.graph.ir import (
     Argument,
     Block,
@@ -15,12 +15,11 @@ from heterodyne.graph.ir import (
     require_pieces,
 )
 from heterodyne.graph.size import Size
-from heterodyne.graph.task_graphs import TaskGraph, TaskGraphRun, task_graph_runs
+from heterodyne.graph.task_graphs import TaskGraph, task_graph_runs
 
 __all__ = [
     "Argument",
     "Block",
-    "Crossing",
     "Input",
     "Loss",
     "ModelGraph",
@@ -30,12 +29,10 @@ __all__ = [
     "Ref",
     "Size",
     "TaskGraph",
-    "TaskGraphRun",
     "TensorSpec",
     "Value",
     "computed_again",
     "crossings",
     "require_pieces",
-    "stage_ops",
     "task_graph_runs",
 ]

@@ -5,8 +5,8 @@ same Profile (`session.measure`). `discover` says which devices there are, `cach
 """
 
 from heterodyne.measure.block_run import BlockProgram
-from heterodyne.measure.cache import Cache, default_folder
-from heterodyne.measure.discover import discover_cluster, discover_local, discover_machine
+from heterodyne.measure.cache import Cache
+from heterodyne.measure.discover import discover_cluster
 from heterodyne.measure.sampling import Sampling
 from heterodyne.measure.session import Request, measure
 from heterodyne.measure.whole_model import WholeModel
@@ -17,9 +17,6 @@ __all__ = [
     "Request",
     "Sampling",
     "WholeModel",
-    "default_folder",
     "discover_cluster",
-    "discover_local",
-    "discover_machine",
     "measure",
 ]

@@ -1,6 +1,6 @@
 """The plan: the one artefact between thinking and doing, and the program that it lowers to."""
 
-from heterodyne.plan.buckets import Bucket, gradient_buckets
+from heterodyne.plan.buckets import gradient_buckets
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Axis, Group, Layout, Pipeline, Plan, Prediction, Region, Stage
 from heterodyne.plan.program import Action, Program
@@ -8,7 +8,6 @@ from heterodyne.plan.program import Action, Program
 __all__ = [
     "Action",
     "Axis",
-    "Bucket",
     "Group",
     "Layout",
     "MicroBatches",

@@ -1,7 +1,7 @@
 """Worker processes on one machine: started with the environment of `torchrun`, watched, and ended to the last one."""
 
 from heterodyne.processes.launch import WorkerSpec, launch_workers, most_workers, to_standard_error
-from heterodyne.processes.signals import StopRequest, stop_requests
+from heterodyne.processes.signals import stop_requests
 from heterodyne.processes.status import (
     GAVE_UP_ON_A_PEER,
     OUT_OF_MEMORY,
@@ -13,7 +13,6 @@ from heterodyne.processes.status import (
 __all__ = [
     "GAVE_UP_ON_A_PEER",
     "OUT_OF_MEMORY",
-    "StopRequest",
     "WorkerSpec",
     "describe_exit",
     "launch_workers",

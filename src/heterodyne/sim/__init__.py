@@ -1,6 +1,6 @@
 """The simulator: what should happen when a program runs."""
 
 from heterodyne.sim.engine import Deadlock, Engine
-from heterodyne.sim.run import Simulation, Span, simulate
+from heterodyne.sim.run import Simulation, simulate
 
-__all__ = ["Deadlock", "Engine", "Simulation", "Span", "simulate"]
+__all__ = ["Deadlock", "Engine", "Simulation", "simulate"]

@@ -1,27 +1,24 @@
 """How tensors lie on the devices of a stage: what ops allow, what is chosen, and where the cuts are."""
 
-from heterodyne.graph.sharding.layout import COPY, PARTIAL, REPLICATE, Conversion, Layout, conversion, sharded
-from heterodyne.graph.sharding.nested import nested, shard_along, turns
+from heterodyne.graph.sharding.layout import COPY, PARTIAL, REPLICATE, Layout, conversion, sharded
+from heterodyne.graph.sharding.nested import shard_along, turns
 from heterodyne.graph.sharding.price import Price
 from heterodyne.graph.sharding.problem import Mode, Problem
 from heterodyne.graph.sharding.rule import Strategy
-from heterodyne.graph.sharding.sharding import Exchange, Narrow, Sharding, shard
+from heterodyne.graph.sharding.sharding import Exchange, Sharding, shard
 
 __all__ = [
     "COPY",
     "PARTIAL",
     "REPLICATE",
-    "Conversion",
     "Exchange",
     "Layout",
     "Mode",
-    "Narrow",
     "Price",
     "Problem",
     "Sharding",
     "Strategy",
     "conversion",
-    "nested",
     "shard",
     "shard_along",
     "sharded",

@@ -1,6 +1,6 @@
 """Plans in the words of other frameworks, for those that are even: the same on every device, as these frameworks know it."""
 
-from heterodyne.plan.export.even_plan import EvenPlan, ModelShape, Precision
+from heterodyne.plan.export.even_plan import EvenPlan, ModelShape
 from heterodyne.plan.export.from_groups import even_plan_of_groups
 from heterodyne.plan.export.from_plan import even_plan
 from heterodyne.plan.export.megatron import megatron_arguments, megatron_layout
@@ -11,7 +11,6 @@ from heterodyne.plan.export.torchtitan import torchtitan_toml
 __all__ = [
     "EvenPlan",
     "ModelShape",
-    "Precision",
     "even_plan",
     "even_plan_of_groups",
     "megatron_arguments",
