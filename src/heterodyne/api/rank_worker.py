@@ -15,15 +15,15 @@ from heterodyne.api.stage_cutting import StageCutter, again_of
 from heterodyne.frontend import Captured
 from heterodyne.job import OptimizerSection
 from heterodyne.runtime.records.recorder import Recorder
-from heterodyne.runtime.weights.materialise import Stored
 from heterodyne.runtime.worker import OptimizerFactory, Worker
+from heterodyne.stored_weights import StoredWeights
 
 __all__ = ["make_worker", "stored_everywhere"]
 
 
 def stored_everywhere(
-    session: Session, find: Callable[[], tuple[nn.Module, Stored] | None]
-) -> tuple[nn.Module, Stored] | None:
+    session: Session, find: Callable[[], tuple[nn.Module, StoredWeights] | None]
+) -> tuple[nn.Module, StoredWeights] | None:
     """A model without weights and where they are read, if every rank finds them. Collective."""
     found = session.together(find)
     there = all(session.communicator.all_gather_object(found is not None))
@@ -41,7 +41,7 @@ def make_worker(
     clip_grad_norm: float,
     recorder: Recorder | None = None,
     compile: bool = False,
-    stored: Stored | None = None,
+    stored: StoredWeights | None = None,
     weights: Iterable[tuple[str, Tensor]] | None = None,
 ) -> Worker:
     """The worker of this rank, obeying what was prepared. Collective; see `Worker`. ``model`` may be compiled; with ``compile`` stages

@@ -29,7 +29,7 @@ from heterodyne.runtime.weights.host_room import host_state_bytes, require_host_
 from heterodyne.runtime.weights.left import Left
 from heterodyne.runtime.weights.loss_scale import LossScale
 from heterodyne.runtime.weights.masters import MasterWeights
-from heterodyne.runtime.weights.materialise import Stored, place_weights
+from heterodyne.runtime.weights.materialise import place_weights
 from heterodyne.runtime.weights.optimizer import (
     OptimizerFactory,
     make_optimizer,
@@ -43,6 +43,7 @@ from heterodyne.runtime.weights.planned_gradients import bucket_channels, comple
 from heterodyne.runtime.weights.sharded_parameters import ShardedParameters
 from heterodyne.runtime.weights.trainable import require_none_unfrozen, trainable_parameters
 from heterodyne.runtime.weights.worker_state import WorkerState
+from heterodyne.stored_weights import StoredWeights
 
 __all__ = ["RankModel"]
 
@@ -70,7 +71,7 @@ class RankModel:
         recorder: Recorder,
         cut: bool,
         host_activation_bytes: int = 0,
-        stored: Stored | None = None,
+        stored: StoredWeights | None = None,
         weights: Iterable[tuple[str, Tensor]] | None = None,
     ) -> None:
         lowered, rank, role = assignment.lowered, assignment.rank, assignment.role

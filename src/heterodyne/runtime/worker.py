@@ -41,11 +41,11 @@ from heterodyne.runtime.stages.stage_builder import Channels, StageBuilder, Stag
 from heterodyne.runtime.step_result import StepResult
 from heterodyne.runtime.weights.average import WeightAverage
 from heterodyne.runtime.weights.between_steps import Sample
-from heterodyne.runtime.weights.materialise import Stored
 from heterodyne.runtime.weights.optimizer import OptimizerFactory, moves_by_itself
 from heterodyne.runtime.weights.ownership import Ownership
 from heterodyne.runtime.weights.trainable import require_trained
 from heterodyne.runtime.weights.unheld import UnheldWeights
+from heterodyne.stored_weights import StoredWeights
 
 __all__ = ["OptimizerFactory", "StepResult", "Worker"]
 
@@ -106,7 +106,7 @@ class Worker:
         left: Sequence[Left] = (),
         compiled: Callable[..., object] | None = None,
         compile_stages: bool = False,
-        stored: Stored | None = None,
+        stored: StoredWeights | None = None,
         weights: Iterable[tuple[str, Tensor]] | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:

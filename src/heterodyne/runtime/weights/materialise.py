@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +12,9 @@ from heterodyne.errors import WorkerError
 from heterodyne.plan.boxes import Box, numel
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.weights.boxed import boxed
+from heterodyne.stored_weights import StoredWeights
 
-__all__ = ["Stored", "exchanged", "fill_in", "place_weights", "replace_held", "stored_tensors"]
-
-
-class Stored(Protocol):
-    """Parameters in files."""
-
-    def __contains__(self, name: object) -> bool: ...
-
-    def read(self, name: str, box: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> Tensor:
-        """A parameter, or of it the box of ``(dim, first, stop)``."""
+__all__ = ["exchanged", "fill_in", "place_weights", "replace_held", "stored_tensors"]
 
 
 def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -37,7 +29,7 @@ def place_weights(
     holders: Callable[[str], Mapping[int, Box]],
     *,
     source: int = 0,
-    stored: Stored | None = None,
+    stored: StoredWeights | None = None,
     values: Iterable[tuple[str, Tensor]] | None = None,
     keep: Callable[[str, Tensor], Tensor] = lambda _, own: own,
 ) -> None:
