@@ -27,12 +27,13 @@ from heterodyne.frontend.describe import random_ops
 from heterodyne.frontend.export import Traced
 from heterodyne.frontend.faults import line_of
 from heterodyne.frontend.flat_graph import is_op, tensors_of
-from heterodyne.frontend.loss import LABELLED, Walk
+from heterodyne.frontend.loss import Walk
 from heterodyne.frontend.placed import placed
 from heterodyne.frontend.sample_order import samples_in
 from heterodyne.frontend.sizes import degree
 from heterodyne.frontend.stage_graph import stage_graph
 from heterodyne.frontend.stage_values import Pieces
+from heterodyne.graph.op_kinds import LABELLED_LOSSES
 
 __all__ = ["CoupledLoss", "coupled_loss", "divide_labelled_means"]
 
@@ -109,7 +110,7 @@ def divide_labelled_means(traced: Traced) -> Traced:
     graph, loss = traced.graph, traced.loss
     for node in list(graph.nodes):
         if (
-            operator_name(node) not in LABELLED
+            operator_name(node) not in LABELLED_LOSSES
             or argument(node, "reduction") != 1
             or argument(node, "weight") is not None
         ):

@@ -35,13 +35,14 @@ from heterodyne.frontend.row_places import Dependence
 from heterodyne.frontend.sample_order import Samples, samples_in
 from heterodyne.frontend.sizes import degree, proportional, size_of
 from heterodyne.frontend.sizes_as_values import follows
+from heterodyne.graph.op_kinds import CASTS, COPIES, EXPANDS, RESHAPES, SQUEEZES
 
 __all__ = ["CoupledError", "computed_with", "coupled", "couplings", "mixed", "refuse_coupling", "refuse_sizes"]
 
 _ELEMENTWISE = frozenset({
     "add", "add_", "addcmul", "div", "div_", "l1_loss", "maximum", "minimum", "mse_loss", "mul", "mul_", "sub", "sub_", "where",
 })  # fmt: skip
-_KEEPS = frozenset({"clone", "contiguous", "expand", "flatten", "reshape", "squeeze", "to", "unsqueeze", "view"})
+_KEEPS = COPIES | CASTS | RESHAPES | SQUEEZES | EXPANDS
 _PUTS = frozenset({"index_put", "index_put_", "scatter", "scatter_"})
 _COMPARES = frozenset({"lt", "le", "gt", "ge"})
 

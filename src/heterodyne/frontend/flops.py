@@ -20,22 +20,19 @@ from heterodyne.errors import CaptureError
 from heterodyne.frontend.arguments import argument, operator_name
 from heterodyne.frontend.sizes import size_of
 from heterodyne.graph import Size
+from heterodyne.graph.op_kinds import JOINS, LIKE, SAME_VALUES, SLICES
 from heterodyne.graph.size import ZERO
 
 __all__ = ["flops"]
 
 # Names of operators whose whole work is to move, name or make data.
-_MOVES = frozenset({
-    "alias", "arange", "as_strided", "broadcast_to", "cat", "chunk", "clone", "constant_pad_nd", "contiguous", "copy",
-    "copy_", "detach", "detach_", "diagonal", "embedding", "empty", "empty_like", "empty_permuted", "expand",
-    "expand_as", "eye", "fill", "fill_", "flatten", "flip", "full", "full_like", "gather", "getitem", "index",
-    "index_put", "index_put_", "index_select", "lift_fresh_copy", "masked_fill", "masked_fill_", "meshgrid",
-    "movedim", "narrow", "new_empty", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "pad", "permute",
-    "pixel_shuffle", "rand", "rand_like", "randint", "randn", "randn_like", "repeat", "repeat_interleave", "reshape",
-    "resolve_conj", "roll", "scalar_tensor", "scatter", "select", "slice", "split", "split_with_sizes", "squeeze",
-    "stack", "t", "tile", "to", "transpose", "tril", "triu", "type_as", "unbind", "unflatten", "unsqueeze", "view",
-    "view_as", "where", "zero_", "zeros", "zeros_like", "_to_copy",
-})  # fmt: skip
+_MOVES = SAME_VALUES | LIKE | SLICES | JOINS | {
+    "arange", "as_strided", "constant_pad_nd", "copy", "copy_", "detach_", "diagonal", "embedding", "empty", "empty_like",
+    "empty_permuted", "eye", "fill", "fill_", "flip", "full", "full_like", "gather", "getitem", "index", "index_put", "index_put_",
+    "index_select", "masked_fill", "masked_fill_", "meshgrid", "new_empty", "new_full", "new_ones", "new_zeros", "ones", "ones_like",
+    "pad", "pixel_shuffle", "rand", "rand_like", "randint", "randn", "randn_like", "repeat", "repeat_interleave", "resolve_conj",
+    "roll", "scalar_tensor", "scatter", "tile", "tril", "triu", "where", "zero_", "zeros", "zeros_like",
+}  # fmt: skip
 
 
 def flops(node: fx.Node, differentiable: Callable[[fx.Node], bool]) -> tuple[Size, Size]:

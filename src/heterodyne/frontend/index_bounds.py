@@ -10,16 +10,12 @@ from heterodyne.frontend.arguments import argument, operator_name
 from heterodyne.frontend.numbered_rows import numbered_rows
 from heterodyne.frontend.sizes import size_of
 from heterodyne.graph import Size
+from heterodyne.graph.op_kinds import JOINS, LABELLED_LOSSES, SAME_VALUES, SLICES
 
 __all__ = ["index_bounds"]
 
-_PASSES_ON = frozenset({
-    "alias", "broadcast_to", "cat", "chunk", "clone", "contiguous", "detach", "expand", "flatten", "getitem",
-    "lift_fresh_copy", "masked_fill", "narrow", "pad", "permute", "repeat", "reshape", "roll", "select", "slice",
-    "split", "squeeze", "stack", "t", "to", "transpose", "unbind", "unflatten", "unsqueeze", "view", "where",
-    "_to_copy",
-})  # fmt: skip
-_LABELLED = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"})
+# Not those of `LIKE`: whose values they pass on depends on the place of the tensor.
+_PASSES_ON = SAME_VALUES | SLICES | JOINS | {"getitem", "masked_fill", "pad", "repeat", "roll", "where"}
 
 
 def index_bounds(node: fx.Node, within: Collection[fx.Node]) -> tuple[Size, ...]:
@@ -47,7 +43,7 @@ def _bound(user: fx.Node, value: fx.Node) -> Size | None:
     for numbered in numbered_rows(user):
         if numbered.index is value and numbered.source is not value and numbered.dim is not None:
             return _size(numbered.source, numbered.dim)
-    if name in _LABELLED and argument(user, "target") is value:
+    if name in LABELLED_LOSSES and argument(user, "target") is value:
         logits = argument(user, "self")
         return _size(logits, min(1, logits.meta["val"].dim() - 1))
     if name == "experts" and argument(user, "indices") is value:

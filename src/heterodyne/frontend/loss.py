@@ -28,8 +28,19 @@ from heterodyne.frontend.flat_graph import tensors_of
 from heterodyne.frontend.loss_reading import Division, LossReading, Reduction
 from heterodyne.frontend.sizes import degree, proportional, size_of, spec_of
 from heterodyne.frontend.sizes_as_values import follows
+from heterodyne.graph.op_kinds import (
+    CASTS,
+    COPIES,
+    JOINS,
+    LABELLED_LOSSES,
+    LIKE,
+    RESHAPES,
+    SAME_VALUES,
+    SLICES,
+    SQUEEZES,
+)
 
-__all__ = ["LABELLED", "Walk", "read_loss"]
+__all__ = ["Walk", "read_loss"]
 
 
 _CONSTANT = Reduction(kind="constant")
@@ -37,14 +48,10 @@ _SUM = Reduction(kind="quotient")
 _SAMPLES = Reduction(kind="quotient", samples=1)
 _ADDED = Reduction(kind="added")
 
-_LINEAR = frozenset({
-    "alias", "clone", "contiguous", "expand", "flatten", "mul", "neg", "reshape", "squeeze", "to", "unsqueeze",
-    "view", "_to_copy", "type_as", "detach", "lift_fresh_copy", "permute", "transpose", "t", "movedim", "select",
-    "slice", "cat", "stack", "unbind", "getitem", "diagonal", "narrow", "split", "chunk", "view_as", "expand_as",
-})  # fmt: skip
+_LINEAR = SAME_VALUES | LIKE | SLICES | JOINS | {"diagonal", "getitem", "mul", "neg"}
 _ADDS = frozenset({"add", "add_", "sub", "sub_", "rsub"})
-_CASTS = frozenset({"to", "_to_copy", "alias", "clone", "view", "reshape", "squeeze", "unsqueeze", "type_as"})
-LABELLED = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"})
+_SCALARS = COPIES | CASTS | RESHAPES | SQUEEZES | {"type_as"}
+"""What a denominator may pass through: it has one element."""
 
 
 def read_loss(traced: Traced) -> LossReading:
@@ -86,7 +93,7 @@ class Walk:
 
     def _general(self, node: fx.Node) -> Reduction | None:
         name = operator_name(node)
-        if name in LABELLED:
+        if name in LABELLED_LOSSES:
             return self._labelled(node)
         if argument(node, "reduction") in (1, 2):
             return self._reduced(node, mean=argument(node, "reduction") == 1)
@@ -217,7 +224,7 @@ class Walk:
         self._refuse_parameters(node, value)
         self._collect(value, statistics)
         inner = value
-        while inner not in statistics and operator_name(inner) in _CASTS:
+        while inner not in statistics and operator_name(inner) in _SCALARS:
             (inner, *_) = [n for n in inner.all_input_nodes if tensors_of(n)]
         itself = inner in statistics and not statistics[inner].mean
         return Denominator(

@@ -11,6 +11,7 @@ from torch import fx
 from heterodyne.frontend.arguments import argument, operator_name
 from heterodyne.frontend.sizes import proportional, size_of
 from heterodyne.frontend.sizes_as_values import is_size
+from heterodyne.graph.op_kinds import LIKE, SAME_VALUES, SLICES
 
 __all__ = ["MOVES", "Dependence", "Place", "bounds", "counted", "is_order", "is_own", "times"]
 
@@ -44,11 +45,7 @@ class Dependence:
     cause: fx.Node
 
 
-MOVES = frozenset({
-    "_to_copy", "_unsafe_view", "alias", "clone", "contiguous", "detach", "expand", "expand_as", "flatten", "index", "lift_fresh_copy",
-    "movedim", "permute", "repeat", "repeat_interleave", "reshape", "select", "slice", "squeeze", "t", "to", "transpose", "type_as",
-    "unbind", "unflatten", "unsqueeze", "view", "view_as",
-})  # fmt: skip
+MOVES = SAME_VALUES | LIKE | SLICES | {"index", "repeat", "repeat_interleave"}
 
 
 def is_order(node: fx.Node) -> bool:

@@ -21,11 +21,12 @@ from heterodyne.frontend.arguments import argument, operator_name
 from heterodyne.frontend.describe import producer_of
 from heterodyne.frontend.sizes import proportional, size_of, spec_of
 from heterodyne.graph import TensorSpec
+from heterodyne.graph.op_kinds import RESHAPES
 
 __all__ = ["Samples", "samples_in"]
 
 # They lay the same elements out in other dims, in the same order.
-_RESHAPES = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "reshape_as"})
+_RESHAPES = RESHAPES | {"reshape_as", "view_as"}
 # They join row i of one tensor to row i of another.
 _JOINS = frozenset({
     "add", "add_", "addcmul", "baddbmm", "bmm", "div", "div_", "matmul", "mul", "mul_", "scaled_dot_product_attention", "sub", "sub_",

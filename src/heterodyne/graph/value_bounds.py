@@ -11,20 +11,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from heterodyne.graph.ir import Input, ModelGraph, Op, Ref
+from heterodyne.graph.op_kinds import LABELLED_LOSSES, LIKE, SAME_VALUES, SLICES
 
 __all__ = ["Taken", "ValueBound", "value_bounds"]
 
 _INTEGERS = frozenset({"int8", "uint8", "int16", "int32", "int64"})
 _WIDE = frozenset({"int32", "int64"})
-# All of the values, in other shapes.
-_SHAPES = frozenset({
-    "_to_copy", "_unsafe_view", "alias", "broadcast_to", "clone", "contiguous", "detach", "expand", "expand_as", "flatten",
-    "lift_fresh_copy", "movedim", "permute", "repeat", "reshape", "squeeze", "t", "to", "transpose", "type_as", "unflatten",
-    "unsqueeze", "view", "view_as",
-})  # fmt: skip
-# Some of the values; padding adds others.
-_TAKES = frozenset({"chunk", "narrow", "pad", "select", "slice", "split", "split_with_sizes", "unbind"})
-_LABELLED = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_nd"})
+_WHOLE = SAME_VALUES | LIKE | {"repeat"}
+_TAKES = SLICES | {"pad"}  # padding adds values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +83,7 @@ def _looked_up(graph: ModelGraph, op: Op) -> Iterator[_Lookup]:
         table, indices = op.argument("weight"), op.argument("indices")
         if isinstance(table, Ref) and isinstance(indices, Ref) and table.name in graph.stored:
             yield indices, "rows", graph.stored[table.name].shape[0], None, True
-    elif op.kind in _LABELLED:
+    elif op.kind in LABELLED_LOSSES:
         logits, target, ignore = op.argument("self"), op.argument("target"), op.argument("ignore_index")
         if isinstance(logits, Ref) and isinstance(target, Ref) and isinstance(ignore, int):
             shape = graph.spec(logits).shape
@@ -113,7 +107,7 @@ def _origins(graph: ModelGraph, ref: Ref) -> Iterator[tuple[Input, tuple[Taken, 
     path: list[Taken] = []
     while (op := graph.op_by_name.get(ref.name)) is not None:
         source = op.argument("self")
-        passes = op.kind in _SHAPES or op.kind in _TAKES
+        passes = op.kind in _WHOLE or op.kind in _TAKES
         if not passes or not isinstance(source, Ref) or op.memory is not None:
             return
         before, after = graph.spec(source).dtype, graph.spec(ref).dtype
