@@ -333,9 +333,15 @@ class GradientBuckets:
         return flats
 
     def _hook(self, entries: Sequence[Entry]) -> Callable[[Tensor], None]:
+        first = entries[0]
+        place = self._buckets[first.bucket]
+
         def on_gradient(parameter: Tensor) -> None:
-            if parameter.grad is None or not self._in_step:
+            gradient = parameter.grad
+            if gradient is None or not self._in_step:
                 return  # a backward has come by and left nothing, and what it has for this one comes later; or it is the script's own
+            if gradient is first.view and first.filled and first.name not in self._armed and place.pending is None:
+                return  # one more has been added where it belongs
             for entry in entries:
                 self._on_gradient(entry)
 
@@ -346,7 +352,7 @@ class GradientBuckets:
         assert parameter.grad is not None
         in_place = entry.view is None or entry.staged or parameter.grad is entry.view
         if entry.filled and in_place and bucket.pending is None and entry.name not in self._armed:
-            return  # one more has been added where it belongs
+            return
         bucket.open()
         self._require_expected(entry, parameter.grad)
         if entry.view is not None and not entry.staged and parameter.grad is not entry.view:
