@@ -194,10 +194,14 @@ def _callbacks(value: Any) -> str | None:
 
 
 def _metrics(value: Any) -> str | None:
-    words = "it is a function (outputs, batch) -> (sum, count)"
+    words = "it is a function (outputs, batch) -> (sum, count), or a metric of torchmetrics"
     if not isinstance(value, Mapping):
         return f"; it is a mapping from names: of each {words}"
     for name, metric in value.items():
+        kept = metric[0] if isinstance(metric, tuple) and len(metric) == 2 and callable(metric[1]) else metric
+        keeps = all(callable(getattr(kept, of, None)) for of in ("update", "compute", "reset"))
+        if isinstance(name, str) and keeps and not isinstance(kept, type):
+            continue
         if not isinstance(name, str) or not callable(metric) or isinstance(metric, type):
             return f"; {name!r} in it is {described(metric)}: {words}"
         try:

@@ -89,9 +89,10 @@ def test_what_distribute_does_can_be_done_by_itself(tmp_path: Path) -> None:
         graph = hd.capture(model, batch, loss=loss)
         profile = hd.measure_model(model, batch, loss=loss, plan=hd.PlanOptions(measure_s=0.05), session=session)
         plan = hd.find_plan(graph, session.cluster, profile, global_batch_size=6)
-        options = hd.PlanOptions(profile=profile)
-        with hd.distribute(model, batch, loss=loss, plan=options, clip_grad_norm=1.0, session=session) as trainer:
-            assert trainer.plan.pipelines == plan.pipelines
+        for asked in ("auto", plan):
+            options = hd.PlanOptions(asked, profile=profile)
+            with hd.distribute(model, batch, loss=loss, plan=options, clip_grad_norm=1.0, session=session) as trainer:
+                assert trainer.plan.pipelines == plan.pipelines
         (tmp_path / "plan.json").write_text(plan.dump())
         timeline = hd.simulate_plan(tmp_path / "plan.json", graph, session.cluster, profile)
     assert plan.predicted is not None

@@ -77,6 +77,14 @@ def hits(outputs: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor]) -> tuple[
     return (outputs[0].argmax(1) == batch[1]).sum().item(), len(batch[1])
 
 
+def f1() -> Any:
+    return pytest.importorskip("torchmetrics").classification.MulticlassF1Score(num_classes=4, average="macro")
+
+
+def first_and_labels(outputs: tuple[Tensor, Tensor], batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return outputs[0], batch[1]
+
+
 @functools.cache
 def graph() -> ModelGraph:
     model, batch = Labelled(), batch_of(SAMPLES)
@@ -136,7 +144,9 @@ def loop(world: World, found: ModelGraph, plan: Plan, folder: str) -> dict[str, 
             "rates": [group["lr"] for group in trainer.optimizer.param_groups],
             "outputs": trainer.predict(batch_of(5)),
             "first": trainer.predict(batch_of(5)[:1], on="rank0"),
-            "metrics": trainer.validate([batch_of(5), batch_of(2, 9)], {"accuracy": hits}),
+            "metrics": trainer.validate(
+                [batch_of(5), batch_of(2, 9)], {"accuracy": hits, "f1": (f1(), first_and_labels)}
+            ),
             "state": {name: tensor.clone() for name, tensor in trainer.state_dict()["model"].items()},
         }
         trainer.save_pretrained(Path(folder) / "model")
@@ -204,6 +214,7 @@ def test_a_loop_under_a_plan_is_that_of_one_device(pool: Pool, tmp_path: Path, n
             torch.testing.assert_close(one, of.detach())
         assert (found["first"] is None) == (rank > 0)
         assert found["metrics"]["accuracy"] == pytest.approx(accuracy)
+        assert found["metrics"]["f1"] == pytest.approx(f1()(plain(points)[0], labels).item())
         assert found["metrics"]["loss"] == pytest.approx(loss_of(plain(points), labels).item(), rel=1e-5)
         for weights in (found["state"], found["model"]):
             torch.testing.assert_close(dict(weights), dict(plain.state_dict()))

@@ -18,7 +18,7 @@ from heterodyne.api.loop.callbacks import Callback
 from heterodyne.api.loop.calls import Calls
 from heterodyne.api.loop.model_with_loss import names_of
 from heterodyne.api.loop.prediction import Metric, Predictor, gathered_outputs
-from heterodyne.api.loop.validation import validated
+from heterodyne.api.loop.validation import KeptMetric, validated
 from heterodyne.api.loop.weights_back import WeightsAtEnd, gathered_weights
 from heterodyne.api.loop.whole_weights import WholeWeights
 from heterodyne.api.memory_ends import rescued_if_memory_ends
@@ -202,17 +202,18 @@ class Distributed:
             return self._worker.evaluate(self._named(batch))
 
     @checked_arguments
-    def validate(self, batches: Iterable[BatchLike], metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
+    def validate(self, batches: Iterable[BatchLike], metrics: Mapping[str, Any] | None = None) -> dict[str, float]:
         """``loss`` and each metric over all samples of the batches, which may have any sizes; the same on every rank.
 
         Args:
             metrics: by name a function ``(outputs, batch) -> (sum, count)``. It is called with parts of the batches, in the form in
                 which they are given, on the rank that runs them; sums and counts are added up and divided at the end, so that each
-                sample counts once, also in an uneven last batch.
+                sample counts once, also in an uneven last batch. Or a metric of torchmetrics, which is updated with the outputs and the
+                last tensor of a tuple, or ``(metric, function)`` with what it is updated with: ``function(outputs, batch)``.
         """
         with self._calls.named("validate()"):
             communicator = self._session.communicator
-            own = {name: self._as_own_code(metric) for name, metric in (metrics or {}).items()}
+            own = {name: self._own_metric(name, metric) for name, metric in (metrics or {}).items()}
             found = validated(batches, own, self._format, self._worker, self._predictor, communicator)
             self._engine.validated(found["loss"])
         self._tell(lambda callback: callback.on_evaluate(self, found))
@@ -454,6 +455,12 @@ class Distributed:
         self._unheld.release()
         self._engine.close()
         self._worker.close()
+
+    def _own_metric(self, name: str, metric: Any) -> Metric | KeptMetric:
+        of, reads = metric if isinstance(metric, tuple) else (metric, None)
+        if hasattr(of, "update") and hasattr(of, "compute"):
+            return KeptMetric(name, of, reads)
+        return self._as_own_code(of)
 
     def _as_own_code(self, metric: Metric) -> Metric:
         def called(outputs: Any, batch: Any) -> Any:

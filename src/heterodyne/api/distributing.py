@@ -59,7 +59,7 @@ def capture(
     if loss is None and isinstance(example_batch, Mapping | tuple | list):
         return trace(model, example_batch, shared=shared).graph
     source = ModelSource.of(model, example_batch, loss=loss, shared=shared, optimizer=None, plan="auto")
-    return trace(source.module, source.example, shared=shared).graph
+    return trace(source.module, source.example, name=type(source.model).__name__, shared=shared).graph
 
 
 @checked_arguments

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from heterodyne.api.loop.batches import BatchLike
 from heterodyne.api.loop.calls import Calls
-from heterodyne.api.loop.prediction import Metric
 from heterodyne.arguments import checked_arguments
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class Average:
             return self._trainer.evaluate(batch)
 
     @checked_arguments
-    def validate(self, batches: Iterable[BatchLike], metrics: Mapping[str, Metric] | None = None) -> dict[str, float]:
+    def validate(self, batches: Iterable[BatchLike], metrics: Mapping[str, Any] | None = None) -> dict[str, float]:
         """Return what `Distributed.validate` returns with the average."""
         with self.applied():
             return self._trainer.validate(batches, metrics)
