@@ -11,10 +11,11 @@ from torch import nn
 
 import heterodyne as hd
 from heterodyne.api.loop.batches import BatchFormat, batch_format
+from heterodyne.api.loop.model_with_loss import names_of, with_loss
 from heterodyne.api.loop.remade_optimizer import remade
 from heterodyne.api.options import chosen_optimizer
 from heterodyne.around_model import unchanged_around
-from heterodyne.errors import DataError, HeterodyneError
+from heterodyne.errors import CaptureError, DataError, HeterodyneError
 from heterodyne.job import OptimizerSection
 
 MODEL = nn.Linear(3, 2)
@@ -204,3 +205,34 @@ def test_attributes_that_a_forward_sets_are_as_they_were_after_a_trial() -> None
         model(BATCH)
         assert model.scale == 2.0
     assert (model.scale, hasattr(model, "seen")) == (1.0, False)
+
+
+class Learned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output * self.scale - target).square().mean()
+
+
+@pytest.mark.parametrize("name", ["loss_fn", "model", "loss"])
+@pytest.mark.parametrize("loss", [nn.MSELoss(), Learned()], ids=["plain", "learned"])
+def test_a_model_may_call_its_modules_as_the_runtime_does(name: str, loss: nn.Module) -> None:
+    """Names go from the captured module to the user's and back, or the model is refused."""
+    model = nn.Sequential()
+    model.add_module(name, nn.Linear(3, 2))
+    batch = (torch.randn(4, 3), torch.randn(4, 2))
+    format = batch_format(model, batch, has_loss=True)
+    named = format.named(batch)
+    assert isinstance(named, dict)
+    if name == "loss_fn" and isinstance(loss, Learned):
+        with pytest.raises(CaptureError, match="a module called 'loss_fn'"):
+            with_loss(model, loss, format, named, withheld=())
+        return
+    module = with_loss(model, loss, format, named, withheld=())
+    names, state = names_of(module), module.state_dict()
+    captured = {"model": dict(state), "optimizer": {key: {"step": 1} for key, _ in module.named_parameters()}}
+    own = names.own_state(captured)
+    assert own["model"].keys() == model.state_dict().keys()
+    assert names.captured_state(own) == captured

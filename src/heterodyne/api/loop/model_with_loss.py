@@ -20,7 +20,7 @@ from torch.nn.modules.loss import _Loss
 
 from heterodyne.api.loop.batches import BatchFormat
 from heterodyne.errors import CaptureError
-from heterodyne.runtime.checkpoint.state_names import StateNames
+from heterodyne.runtime.checkpoint.state_names import LOSS, StateNames
 
 __all__ = ["LossFunction", "ModelWithLoss", "names_of", "with_loss"]
 
@@ -69,7 +69,9 @@ class ModelWithLoss(nn.Module):
 
 def names_of(module: nn.Module) -> StateNames:
     """Return the names of states of a captured module."""
-    return StateNames(wrapped=isinstance(module, ModelWithLoss))
+    if not isinstance(module, ModelWithLoss):
+        return StateNames(wrapped=False)
+    return StateNames(wrapped=True, loss=_has_state(module.loss_fn))
 
 
 def with_loss(
@@ -82,8 +84,13 @@ def with_loss(
 ) -> ModelWithLoss:
     """The two as one. ``withheld``: entries of a mapping that the model is not given though it would accept them.
 
-    Raises CaptureError for a loss of torch.nn that would be called with a mapping, or entries that are not there.
+    Raises CaptureError for a loss of torch.nn that would be called with a mapping, entries that are not there, or a loss with weights
+    beside a model whose own have the same names.
     """
+    if _has_state(loss) and any(name.startswith(LOSS) for name in model.state_dict()):
+        raise CaptureError(
+            "the model has a module called 'loss_fn', and so are the weights of a loss called in checkpoints: call that module otherwise"
+        )
     if format.names is not None:
         if withheld:
             raise CaptureError(
@@ -107,6 +114,10 @@ def with_loss(
             "are called"
         )
     return ModelWithLoss(model, loss, inputs=accepted, positional=False, target=None)
+
+
+def _has_state(loss: object) -> bool:
+    return isinstance(loss, nn.Module) and bool(loss.state_dict())
 
 
 def _named_forward(loss: LossFunction) -> LossFunction:

@@ -10,9 +10,9 @@ from torch import nn
 
 from heterodyne.runtime.weights.optimizer import OptimizerFactory, takes_names
 
-__all__ = ["StateNames"]
+__all__ = ["LOSS", "StateNames"]
 
-_MODEL, _LOSS = "model.", "loss_fn."
+_MODEL, LOSS = "model.", "loss_fn."
 _AVERAGES = "averages"
 _LOSS_STATE = "loss"
 """Where the state dict of a loss that is a module stands in the state of a loop."""
@@ -20,10 +20,11 @@ _LOSS_STATE = "loss"
 
 class StateNames:
     """Between the names of the captured module and those of the user's model. ``wrapped``: the one has the other and its loss inside; else
-    their names are the same."""
+    their names are the same. ``loss``: the loss has parameters or buffers."""
 
-    def __init__(self, *, wrapped: bool) -> None:
+    def __init__(self, *, wrapped: bool, loss: bool = False) -> None:
         self._wrapped = wrapped
+        self._loss = loss
 
     def own(self, name: str) -> str:
         """The user's name of a parameter; one of the loss keeps that of the captured module."""
@@ -42,7 +43,7 @@ class StateNames:
         found = {**state, "model": self.own_model(state.get("model", {}))}
         found["optimizer"] = {self.own(name): value for name, value in state.get("optimizer", {}).items()}
         of_loss = {
-            name.removeprefix(_LOSS): value for name, value in state.get("model", {}).items() if name.startswith(_LOSS)
+            name.removeprefix(LOSS): value for name, value in state.get("model", {}).items() if name.startswith(LOSS)
         }
         found |= _renamed_averages(state, self.own)
         return {**found, _LOSS_STATE: of_loss} if of_loss else found
@@ -54,14 +55,15 @@ class StateNames:
         found = {key: value for key, value in state.items() if key != _LOSS_STATE}
         found["model"] = {
             **{f"{_MODEL}{name}": value for name, value in state.get("model", {}).items()},
-            **{f"{_LOSS}{name}": value for name, value in state.get(_LOSS_STATE, {}).items()},
+            **{f"{LOSS}{name}": value for name, value in state.get(_LOSS_STATE, {}).items()},
         }
         found["optimizer"] = {self.captured(name): value for name, value in state.get("optimizer", {}).items()}
         return found | _renamed_averages(state, self.captured)
 
     def captured(self, name: str) -> str:
         """The inverse of `own`."""
-        return name if not self._wrapped or name.startswith(_LOSS) else f"{_MODEL}{name}"
+        of_loss = self._loss and name.startswith(LOSS)
+        return name if not self._wrapped or of_loss else f"{_MODEL}{name}"
 
     def captured_keys(self, keys: tuple[str, ...]) -> tuple[str, ...]:
         """The same for the keys that lead to an entry of a state."""
@@ -69,7 +71,7 @@ class StateNames:
         if not self._wrapped or not path:
             return keys
         if part == _LOSS_STATE:
-            return ("model", f"{_LOSS}{path[0]}", *path[1:])
+            return ("model", f"{LOSS}{path[0]}", *path[1:])
         if part == _AVERAGES:
             return (part, *path[:2], *map(self.captured, path[2:]))
         return (part, self.captured(path[0]), *path[1:]) if part in ("model", "optimizer") else keys
