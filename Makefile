@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 
-.PHONY: setup train test compat compat-torch fuzz check bench docs clean
+.PHONY: setup train test tour compat compat-torch fuzz check bench docs clean
 
 setup: $(STAMP)
 
@@ -24,12 +24,16 @@ train: setup
 # whatever the shell says: dozens of processes load the same package.
 ALONE := tests/measure tests/emulate tests/gpu tests/multiprocess/test_emulate.py tests/multiprocess/test_failures.py
 BESIDE := --numprocesses $(shell expr 3 \* $$(getconf _NPROCESSORS_ONLN) / 2) --maxprocesses 8 --dist loadscope --no-loadscope-reorder
-test fuzz: export PYTHONDONTWRITEBYTECODE :=
+test tour fuzz: export PYTHONDONTWRITEBYTECODE :=
 test: setup
 	@status=0; \
 	$(BIN)/python -m pytest $(BESIDE) tests $(ALONE:%=--ignore=%) < /dev/null || status=1; \
 	$(BIN)/python -m pytest $(ALONE) < /dev/null || status=1; \
 	exit $$status
+
+# A test for each law and each room, those with the mark `tour`, in 15 s of CPU time at most.
+tour: setup
+	@$(BIN)/python tests/tour.py < /dev/null
 
 # The adapters with the oldest versions of the libraries that they are for, in an environment of its own; the rest as it is pinned.
 OLDEST := transformers==5.0.0 accelerate==1.3.0 lightning==2.4.0
@@ -60,6 +64,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@$(MAKE) --no-print-directory tour
 
 bench: setup
 	$(BIN)/python benchmarks/run_all.py

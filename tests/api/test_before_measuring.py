@@ -18,6 +18,7 @@ ADAMW, SGD = OptimizerSection(name="adamw"), OptimizerSection(name="sgd", moment
 ANY, DATA = ParallelismSection(), ParallelismSection(strategy="data")
 
 
+@pytest.mark.tour("api/")
 def test_weights_gradients_and_states_have_to_fit_into_all_devices_together() -> None:
     """In whatever parts: four times the weights with AdamW, twice with plain SGD, on one device where the strategy says so."""
     require_room(Capabilities(MODEL), cluster(2, memory=2 * WEIGHTS), optimizer=ADAMW, parallelism=ANY)

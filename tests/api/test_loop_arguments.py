@@ -99,6 +99,7 @@ class Two(nn.Module):
         return (left @ right.T).diagonal()
 
 
+@pytest.mark.tour("api/loop/")
 def test_batches_get_names_and_are_given_back_as_they_were() -> None:
     assert batch_format(MODEL, BATCH, has_loss=False) == BatchFormat(names=("input",), bare=True)
     assert batch_format(MODEL, (BATCH,), has_loss=True) == BatchFormat(names=("input",))

@@ -29,6 +29,7 @@ def test_speeds_out_of_range_are_refused(speeds: list[float], message: str) -> N
         emulate(speeds, ["true"])
 
 
+@pytest.mark.tour("emulate/")
 def test_all_faults_are_told_at_once() -> None:
     with pytest.raises(EmulateError) as raised:
         emulate([2.0, 0.5], [], memory=[1, 2**30], links=[0.0])

@@ -58,6 +58,7 @@ def line_with(text: str) -> int:
     return found
 
 
+@pytest.mark.tour("annotate.py")
 def test_a_scope_is_a_task_graph() -> None:
     def forward(layers: nn.ModuleList, x: Tensor) -> Tensor:
         x = layers[0](x)

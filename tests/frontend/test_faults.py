@@ -275,6 +275,7 @@ def test_what_is_no_loss_is_said(what: Any, said: str) -> None:
         capture(Returns(what), (torch.zeros(4, 4),))
 
 
+@pytest.mark.tour("model_output.py")
 @pytest.mark.parametrize(
     "what",
     [

@@ -324,6 +324,7 @@ class Regions(nn.Module):
         return (self.online(x) - goal).pow(2).mean()
 
 
+@pytest.mark.tour("frontend/")
 def test_regions_are_those_of_the_model_and_end_with_the_stage_whatever_happens() -> None:
     torch.manual_seed(0)
     model, batch = Regions(), {"x": torch.randn(3, 4)}

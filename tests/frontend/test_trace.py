@@ -88,6 +88,7 @@ def test_sizes_are_polynomials_in_the_batch() -> None:
     assert first.bytes(5) == 5 * TOKENS * 32 * 4
 
 
+@pytest.mark.tour("frontend/")
 def test_inputs_say_which_of_them_follow_the_batch() -> None:
     class Shifted(nn.Module):
         def __init__(self) -> None:

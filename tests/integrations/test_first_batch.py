@@ -122,6 +122,7 @@ def test_a_seed_that_is_set_between_counts(name: str) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.tour("integrations/")
 def test_an_epoch_that_is_set_between_counts() -> None:
     sampler = DistributedSampler(Noisy(), num_replicas=1, rank=0, seed=0)
     _, loader = first_batch(DataLoader(range(SAMPLES), SIZE, sampler=sampler))  # type: ignore[arg-type]

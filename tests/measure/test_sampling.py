@@ -37,6 +37,7 @@ def test_warm_up_is_not_counted() -> None:
     assert clock.runs > 2
 
 
+@pytest.mark.tour("measure/")
 @pytest.mark.parametrize("every", [7, 11])
 def test_the_median_forgives_samples_that_something_else_disturbed(every: int) -> None:
     """One long run in each few, of a length that is a sample by itself."""

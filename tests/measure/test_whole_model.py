@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -18,6 +19,7 @@ class Tied(nn.Module):
         self.embedding.weight.requires_grad_(False)
 
 
+@pytest.mark.tour("model_copy.py")
 def test_a_copy_without_weights_keeps_ties_and_what_is_trained_and_leaves_the_model_alone() -> None:
     model = Tied()
     bare = without_weights(model)

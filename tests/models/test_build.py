@@ -67,7 +67,7 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
 @pytest.mark.parametrize(
     "section",
     [
-        ModelSection(factory="net.py:tied", arguments={"width": 8}),
+        pytest.param(ModelSection(factory="net.py:tied", arguments={"width": 8}), marks=pytest.mark.tour("models.py")),
         ModelSection(factory="torch.nn:Linear", arguments={"in_features": 2, "out_features": 3}),
         ModelSection(huggingface=LLAMA),
     ],

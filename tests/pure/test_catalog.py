@@ -95,6 +95,7 @@ def test_a_name_like_no_other_has_the_list() -> None:
         lookup("xyzzy")
 
 
+@pytest.mark.tour("cli/")
 def test_the_command_lists_kinds_by_words_of_their_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["kinds", "h100", "PCIE"]) == 0
     assert "H100-PCIe-80GB" in (told := capsys.readouterr().out)

@@ -65,6 +65,7 @@ def test_memory_of_hosts_is_that_of_the_nodes_that_tell_it(write: Write) -> None
     assert cluster.only(["new-0/A100-SXM-80GB:0"]).hosts == {}
 
 
+@pytest.mark.tour("cluster/")
 def test_links_inside_nodes_between_them_and_for_the_rest(write: Write) -> None:
     cluster = load_cluster(write(LAB))
     a100, sibling, twin, _, v100, _, cpu = (d.id for d in cluster.devices)

@@ -62,6 +62,7 @@ def test_a_key_given_twice_names_both_lines(tmp_path: Path) -> None:
     assert "given twice (first on line 1)" in str(error)
 
 
+@pytest.mark.tour("documents.py")
 def test_all_faults_are_told(tmp_path: Path) -> None:
     error = refused(tmp_path, "inner:\n  size: many\nextra: 1\n")
     assert error.line == 1  # 'needed' is missing from the document that begins there

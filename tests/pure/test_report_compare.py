@@ -52,6 +52,7 @@ def a_run() -> Run:
     )
 
 
+@pytest.mark.tour("law 3")
 def test_errors_are_relative_to_the_measured_value_and_signed() -> None:
     comparison = compare(a_run())
     step, rate, efficiency = comparison.run

@@ -29,6 +29,7 @@ EVENTS = st.lists(
 )
 
 
+@pytest.mark.tour("timeline.py")
 @given(EVENTS)
 def test_saved_and_loaded_is_the_same(tmp_path_factory: pytest.TempPathFactory, events: list[Event]) -> None:
     path = tmp_path_factory.mktemp("timeline") / "timeline.jsonl"

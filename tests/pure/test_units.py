@@ -26,6 +26,7 @@ def test_sizes(text: str | int, size: int) -> None:
     assert parse_bytes(text) == size
 
 
+@pytest.mark.tour("units.py")
 @pytest.mark.parametrize(
     ("text", "rate"),
     [("25 GB/s", 25e9), ("50 Gb/s", 6.25e9), ("50 Gbps", 6.25e9), ("100 Mbit/s", 12.5e6), ("1 GiB/s", 2**30)],

@@ -60,6 +60,7 @@ def page(directory: Path) -> Page:
     return Page(write_report(directory).read_text(encoding="utf-8"))
 
 
+@pytest.mark.tour("report/")
 def test_the_page_is_whole_and_loads_nothing(directory: Path, page: Page) -> None:
     assert page.open == []
     loads = [a[name] for _, a in page.elements for name in ("src", "href", "data", "action", "srcset") if name in a]

@@ -138,6 +138,7 @@ def test_any_state_comes_back_bit_for_bit(state: Any, tmp_path: Path) -> None:
     assert equal(checkpoints.load(found, identity=IDENTITY).state, state)
 
 
+@pytest.mark.tour("runtime/checkpoint/")
 def test_training_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     model, optimizer = trained(3)

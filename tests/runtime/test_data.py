@@ -86,6 +86,7 @@ def test_every_epoch_sees_each_training_window_once_whatever_the_batch_size(
     assert n < 20 or seen[:n].tolist() != seen[n : 2 * n].tolist(), "epochs are shuffled anew"
 
 
+@pytest.mark.tour("runtime/data/")
 @given(cuts=st.lists(st.integers(0, 16), max_size=5), step=st.integers(0, 10_000))
 @settings(deadline=None, max_examples=50)
 def test_any_way_to_share_a_batch_gives_the_same_samples(cuts: list[int], step: int) -> None:

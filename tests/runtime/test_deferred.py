@@ -39,6 +39,7 @@ def whole(precision: torch.dtype | None = None) -> tuple[Tensor, dict[str, Tenso
     return x.grad, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.tour("products.py")
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 def test_the_first_half_gives_the_inputs_and_the_second_the_weights(precision: torch.dtype | None) -> None:
     expected_input, expected = whole(precision)

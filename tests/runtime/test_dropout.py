@@ -29,6 +29,7 @@ def masks(
         return (F.dropout(torch.ones(len(samples), width), p) != 0).float()
 
 
+@pytest.mark.tour("runtime/exact/")
 def test_a_sample_has_the_same_mask_in_any_micro_batch() -> None:
     whole = masks(list(range(8)))
     parts = torch.cat([masks([0, 1, 2]), masks([3]), masks([4, 5, 6, 7])])

@@ -26,6 +26,7 @@ GIVEN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": 
 SECRET = {"HETERODYNE_RUN_SECRET": "the secret of this run"}
 
 
+@pytest.mark.tour("runtime/rendezvous/")
 def test_torchrun_is_understood() -> None:
     by_torchrun = GIVEN | {
         "LOCAL_RANK": "1",

@@ -6,6 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
+
 from heterodyne.runtime.liveness.failure_detector import (
     Calls,
     Failure,
@@ -134,6 +136,7 @@ def test_a_phase_may_last_until_its_own_limit() -> None:
     assert it.failure() is not None
 
 
+@pytest.mark.tour("runtime/liveness/")
 def test_when_all_wait_for_each_other_the_last_one_is_named_with_what_each_waits_for() -> None:
     it = detector()
     heartbeats = {

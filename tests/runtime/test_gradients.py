@@ -105,6 +105,7 @@ def test_a_bucket_waits_for_those_before_it() -> None:
     assert log[:3] == ["backward c", "backward b", "backward a"]
 
 
+@pytest.mark.tour("runtime/weights/")
 @pytest.mark.parametrize("alone", [True, False])
 def test_gradients_are_those_of_autograd(alone: bool) -> None:
     torch.manual_seed(0)

@@ -66,6 +66,7 @@ def test_after_resuming_no_step_is_there_twice_and_none_is_missing(
     assert [line["step"] for line in found if "validation_loss" in line] == [3, 6, 9, 12]
 
 
+@pytest.mark.tour("runtime/records/")
 def test_a_line_says_everything_and_is_there_at_once(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write(replace(record(1), loss=math.inf, tokens_per_s=None))

@@ -68,6 +68,7 @@ class DropsLayers(Layer):
         return (self.layer(x) if torch.rand(()) < 0.5 else x * self.layer.bias).pow(2).mean()
 
 
+@pytest.mark.tour("law 1", "runtime/exact/")
 @pytest.mark.parametrize(
     ("kind", "told"),
     [

@@ -177,6 +177,7 @@ def test_what_comes_back_is_the_same_state() -> None:
     assert not before.changes(read.take())
 
 
+@pytest.mark.tour("code_read.py", "runtime/recapture/")
 def test_what_forward_does_not_read_may_change() -> None:
     model = Annealed()
     read = ReadState(model)

@@ -49,6 +49,7 @@ def gradients(block: Block, *, again: bool, ahead: bool = False) -> list[Tensor]
     return list(torch.autograd.grad(y.square().sum(), [x, *weights]))
 
 
+@pytest.mark.tour("runtime/stages/")
 @pytest.mark.parametrize("ahead", [True, False])
 def test_gradients_are_those_of_one_run_bit_for_bit(ahead: bool) -> None:
     """Though the second run ends as soon as it has made what is needed."""

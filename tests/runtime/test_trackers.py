@@ -229,6 +229,7 @@ def test_what_is_no_number_is_left_out_with_one_warning(tmp_path: Path, factory:
     assert said == ["warning: trackers take numbers, and 'loss' is a str: it is left out"]
 
 
+@pytest.mark.tour("runtime/records/trackers/")
 def test_a_package_that_is_missing_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     said: list[str] = []

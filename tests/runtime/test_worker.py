@@ -54,7 +54,7 @@ def plain_loop(case: Case, sizes: tuple[int, ...], steps: int, clip: float) -> l
     return losses
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "resnet"])
+@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.tour("law 1", "runtime/")), "llama", "resnet"])
 @pytest.mark.parametrize("sizes", [(5,), (2, 2, 1)], ids=str)
 def test_a_world_of_one_is_a_plain_loop_bit_for_bit(name: str, sizes: tuple[int, ...]) -> None:
     case = build(captured(name), 5)
@@ -180,6 +180,7 @@ def test_rank_0_must_have_the_weights() -> None:
         worker_of(ALONE, case, ((4,),))
 
 
+@pytest.mark.tour("law 6")
 def test_closing_leaves_the_model_as_plain_as_it_was() -> None:
     case = build(captured("gpt"), 4)
     worker: Worker = worker_of(ALONE, case, ((4,),))

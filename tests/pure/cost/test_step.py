@@ -25,6 +25,7 @@ COSTS = CostModel(graph=MODEL, cluster=MACHINES, profile=MEASURED)
 PLAN = valid_plan(MODEL, MACHINES, [MicroBatches((1, 4)), MicroBatches(), None], bucket_bytes=600)
 
 
+@pytest.mark.tour("cost/")
 def test_each_action_has_the_seconds_of_its_device_and_size() -> None:
     costs = COSTS.of(PLAN)
     first = costs.ranks[0]
@@ -78,6 +79,7 @@ def test_recipes(recipe: Recipe, states: int, ratio: float) -> None:
     assert (recipe.states, recipe.clip_to_step) == (states, ratio)
 
 
+@pytest.mark.tour("law 4")
 def test_a_device_that_was_not_measured_is_named() -> None:
     with pytest.raises(MeasureError, match="n0/cpu:3 was not measured"):
         CostModel(graph=MODEL, cluster=cluster(4), profile=MEASURED).measured("n0/cpu:3")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from heterodyne.graph import Input, ModelGraph, Size, TensorSpec
 from heterodyne.graph.cut import computed_again, crossings
 from pure.build import graph
@@ -41,6 +43,7 @@ def test_nothing_crosses_without_a_cut() -> None:
     assert crossings(graph(4), (0,)) == ()
 
 
+@pytest.mark.tour("graph/")
 def test_a_skip_goes_straight_over_the_stages_between() -> None:
     model = graph(4)
     head = replace(model.ops[-1], inputs=(*model.ops[-1].inputs, "embed"))

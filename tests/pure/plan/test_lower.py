@@ -41,6 +41,7 @@ def rows(plan: Plan) -> list[str]:
 TWO_STAGES = Pipeline(micro_batches=MicroBatches((2, 2)), stages=(stage(0, 7, 0), stage(7, 14, 1)))
 
 
+@pytest.mark.tour("law 3", "plan/")
 def test_two_stages_send_forward_and_back() -> None:
     first, second, *idle = rows(plan_of(TWO_STAGES))
     assert first == "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0CLIP 0STEP"

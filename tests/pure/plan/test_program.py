@@ -30,6 +30,7 @@ def program(ranks: list[list[Action]]) -> Program:
     return Program(ranks=tuple(map(tuple, ranks)))
 
 
+@pytest.mark.tour("plan/")
 @given(st.lists(st.none() | MICRO_BATCHES, min_size=3, max_size=3), st.booleans(), st.integers(1, 2000))
 def test_what_a_plan_lowers_to_can_run(micro_batches: list[MicroBatches | None], clip: bool, size: int) -> None:
     if not any(m is not None and m.samples for m in micro_batches):

@@ -30,6 +30,7 @@ def test_parameters_are_those_that_are_published(model: Transformer, billions: f
     assert model.parameters / 1e9 == pytest.approx(billions, rel=0.005)
 
 
+@pytest.mark.tour("predictor/")
 def test_a_forward_takes_two_operations_a_parameter_and_those_of_attention() -> None:
     weights = GPT3.parameters - GPT3.layers * 4 * GPT3.hidden
     scores = GPT3.layers * 4 * GPT3.seq * GPT3.hidden / 2

@@ -33,6 +33,7 @@ def brute_force(tables: list[list[float]], samples: int) -> tuple[float, float] 
     return min(options, default=None)
 
 
+@pytest.mark.tour("search/")
 @given(TABLES, st.integers(0, 16))
 def test_it_is_what_trying_everything_finds(tables: list[list[float]], samples: int) -> None:
     best = brute_force(tables, samples)

@@ -72,6 +72,7 @@ def test_rows_of_shares_hold_every_device_and_the_whole_batch() -> None:
     assert all(row.headroom_bytes == 2**30 - row.memory_bytes for row in rows[:3])
 
 
+@pytest.mark.tour("law 5")
 def test_the_paragraph_tells_shares_step_memory_reason_and_who_is_idle() -> None:
     made = planned()
     text = paragraph(made)

@@ -134,6 +134,7 @@ def test_what_only_the_module_does_is_never_cut() -> None:
         plan(whole, machines, measured, global_batch_size=6, strategy="pipeline")
 
 
+@pytest.mark.tour("law 2", "search/")
 def test_the_example_of_four_devices() -> None:
     machines = cluster(4)
     planned = plan(

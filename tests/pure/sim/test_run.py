@@ -71,6 +71,7 @@ def active(made: StepCosts) -> list[RankCosts]:
     return [rank for rank in made.ranks if rank is not None]
 
 
+@pytest.mark.tour("sim/")
 @given(costs())
 def test_no_step_is_shorter_than_its_lower_bound(made: StepCosts) -> None:
     if active(made):
@@ -222,6 +223,7 @@ def test_activations_of_one_micro_batch_are_alive_at_a_time() -> None:
     assert simulate(program(small), small).peak_bytes == (120, 0)
 
 
+@pytest.mark.tour("law 3", "sim/")
 def test_the_timeline_is_written_like_that_of_a_run(tmp_path: Path) -> None:
     made = StepCosts(ranks=(rank(), None), reduce_s=(0.5, 0.5))
     timeline = simulate(program(made), made).timeline(["a", "b"])

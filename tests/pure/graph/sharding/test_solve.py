@@ -57,6 +57,7 @@ def solved(made: Made, wanted: dict[Ref, Layout], costs: Price, starts: tuple[in
     return shard(asked, [(2, 1)], {})
 
 
+@pytest.mark.tour("graph/sharding/")
 def test_an_mlp_is_cut_by_columns_and_then_by_rows() -> None:
     """Shoeybi et al., "Megatron-LM", 2019: one sum, after the second matrix."""
     made = Made()

@@ -49,6 +49,7 @@ def test_a_message_holds_its_receiver_as_long_as_its_sender(micro_batches: int) 
     assert steps[1] - steps[0] >= micro_batches
 
 
+@pytest.mark.tour("plan/schedules/")
 @pytest.mark.parametrize(("places", "micro_batches"), SIZES)
 def test_1f1b_takes_p_minus_1_plus_m_times_f_plus_b(places: int, micro_batches: int) -> None:
     result = played("1F1B", places, micro_batches, work=(2, 3, 1))

@@ -17,6 +17,7 @@ from pure.search.fleet.small import drawn, search_of
 ROUNDS = (1, 3, 20)
 
 
+@pytest.mark.tour("search/fleet/")
 @pytest.mark.parametrize("number", range(10))
 def test_no_sequence_of_stages_and_no_cut_is_done_sooner(number: int) -> None:
     search = _search_of(number)
