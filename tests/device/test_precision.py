@@ -13,37 +13,25 @@ from torch import Tensor
 
 from device.test_exactness import CPU, A, B
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
-from heterodyne.runtime.comm.agreement import Agreement
-from heterodyne.runtime.worker import Worker
 from multiprocess.models import build, captured
 from multiprocess.pool import Pool, World
-from multiprocess.test_training_pipelines import ADAMW, CLIP, SAMPLES, SEED, Spread, chain, in_parts, whole
-from multiprocess.work import copied, staged_worker
+from multiprocess.test_training_pipelines import SAMPLES, Spread, chain, in_parts, whole, worker_under
+from multiprocess.work import copied, go_on, save
 
 MIXED: dict[str, Any] = {A: "bf16", B: "fp16", CPU: "fp32"}
-
-
-def worker_in(world: World, graph: ModelGraph, spread: Spread, precision: Any) -> Worker:
-    schedule, pipelines = spread
-    case = build(graph, SAMPLES)
-    return staged_worker(world, case, pipelines, schedule, clip=CLIP, optimizer=ADAMW, seed=SEED, precision=precision)
 
 
 def trained(world: World, graph: ModelGraph, spread: Spread, precision: Any, folder: Path) -> list[float]:
     """Losses of five steps; the last three again, bit for bit, by a worker that goes on from a checkpoint."""
     batch = build(graph, SAMPLES).batch
-    worker = worker_in(world, graph, spread, precision)
+    worker = worker_under(world, build(graph, SAMPLES), spread, precision=precision)
     losses = [worker.step(batch).loss for _ in range(2)]
-    checkpoints = Checkpoints(folder, agreement=Agreement.of_all())
-    checkpoints.save(2, worker.own_state(), identity={}, plan=worker.plan.dump())
+    save(worker, folder)
     results = [worker.step(batch) for _ in range(3)]
     worker.close()
     assert all((r.scale is None) == (precision == "fp32") for r in results)
-    resumed = worker_in(world, graph, spread, precision)
-    found = checkpoints.latest()
-    assert found is not None
-    resumed.load_state_dict(checkpoints.load(found, identity={}, wanted=resumed.needs).state)
+    resumed = worker_under(world, build(graph, SAMPLES), spread, precision=precision)
+    go_on(resumed, folder)
     again = [resumed.step(batch).loss for _ in range(3)]
     assert again == [r.loss for r in results]
     resumed.close()
@@ -76,7 +64,7 @@ def overflowing(world: World, graph: ModelGraph, spread: Spread) -> tuple[Overfl
     """The scale is made too large for fp16: for each step the scale, whether it was skipped, whether a weight moved, and the next; and
     the weights at the end.
     """
-    worker = worker_in(world, graph, spread, MIXED)
+    worker = worker_under(world, build(graph, SAMPLES), spread, precision=MIXED)
     batch = build(graph, SAMPLES).batch
     state = dict(worker.state_dict())
     state["loss_scale"] = {"value": 2.0**24, "good": 1999.0}
@@ -114,7 +102,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_and_halves_the_scale(pool: Po
 
 def sent(world: World, graph: ModelGraph, spread: Spread, precision: Any) -> int:
     """Bytes that this rank has sent to other stages in a step."""
-    worker = worker_in(world, graph, spread, precision)
+    worker = worker_under(world, build(graph, SAMPLES), spread, precision=precision)
     batch = build(graph, SAMPLES).batch
     worker.step(batch)
     found: list[int] = []

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from device.test_exactness import CPU, A, B
-from heterodyne.graph.ir import ModelGraph
-from multiprocess.models import build, captured
-from multiprocess.pool import Pool, World
-from multiprocess.test_training_pipelines import ADAMW, CLIP, SAMPLES, SEED, Spread, chain, in_parts, take_over, whole
-from multiprocess.work import staged_worker
+from multiprocess.models import captured
+from multiprocess.pool import Pool
+from multiprocess.test_training_pipelines import ADAMW, chain, in_parts, take_over, train, whole
 
 
 @pytest.mark.parametrize(("before", "after"), [(in_parts, chain), (whole, in_parts)])
@@ -23,20 +21,11 @@ def test_a_run_goes_on_from_a_checkpoint(pool: Pool, before: Any, after: Any, tm
         assert resumed == pytest.approx(undisturbed, rel=1e-5)
 
 
-def losses_in(world: World, graph: ModelGraph, spread: Spread, precision: str) -> list[float]:
-    case = build(graph, SAMPLES)
-    schedule, pipelines = spread
-    worker = staged_worker(world, case, pipelines, schedule, clip=CLIP, optimizer=ADAMW, seed=SEED, precision=precision)
-    losses = [worker.step(case.batch).loss for _ in range(5)]
-    worker.close()
-    return losses
-
-
 @pytest.mark.parametrize("spread", [chain, in_parts])
 def test_in_bfloat16_training_goes_nearly_the_same_way(pool: Pool, spread: Any) -> None:
     graph = captured("gpt2")
     exact, rounded = (
-        pool.run(4, losses_in, graph, spread(graph), precision, devices=(A, A, A, CPU))[0]
+        pool.run(4, train, graph, spread(graph), 5, ADAMW, {"precision": precision}, devices=(A, A, A, CPU))[0][0]
         for precision in ("fp32", "bf16")
     )
     assert rounded != exact

@@ -10,14 +10,12 @@ import pytest
 
 from device.test_exactness import CPU, FLEETS, A, B
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
-from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.worker import Worker
 from multiprocess.models import build, captured
 from multiprocess.pool import Pool, World
 from multiprocess.test_state_sharding import layered, replicas, sharded
-from multiprocess.test_training_pipelines import ADAMW, CLIP, SAMPLES, SEED, Spread
-from multiprocess.work import staged_worker
+from multiprocess.test_training_pipelines import SAMPLES, Spread, worker_under
+from multiprocess.work import go_on, save
 
 MIXED: dict[str, Any] = {A: "bf16", B: "fp16", CPU: "fp32"}
 
@@ -32,10 +30,7 @@ def on_host(spread: Spread, *ranks: int) -> Spread:
 
 
 def worker_in(world: World, graph: ModelGraph, spread: Spread, precision: Any, zero: int) -> Worker:
-    schedule, pipelines = spread
-    case = build(graph, SAMPLES)
-    how = {"clip": CLIP, "optimizer": ADAMW, "seed": SEED, "precision": precision, "zero": zero}
-    return staged_worker(world, case, pipelines, schedule, **how)
+    return worker_under(world, build(graph, SAMPLES), spread, precision=precision, zero=zero)
 
 
 def trained(
@@ -46,15 +41,12 @@ def trained(
     worker = worker_in(world, graph, spread, precision, zero if folder is not None else 0)
     losses = [worker.step(batch).loss for _ in range(2)]
     if folder is not None:
-        checkpoints = Checkpoints(folder, agreement=Agreement.of_all())
-        checkpoints.save(2, worker.own_state(), identity={}, plan=worker.plan.dump())
+        save(worker, folder)
     losses += [worker.step(batch).loss for _ in range(2)]
     worker.close()
     if folder is not None:
         resumed = worker_in(world, graph, spread, precision, zero)
-        found = checkpoints.latest()
-        assert found is not None
-        resumed.load_state_dict(checkpoints.load(found, identity={}, wanted=resumed.needs).state)
+        go_on(resumed, folder)
         assert [resumed.step(batch).loss for _ in range(2)] == losses[2:]
         resumed.close()
     return losses

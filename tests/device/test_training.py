@@ -39,7 +39,7 @@ def on_one_device(spread: Any) -> tuple[list[float], list[float], dict[str, Tens
 def test_ten_steps_are_those_of_one_device(pool: Pool, spread: Any, devices: tuple[str, ...]) -> None:
     graph = captured("gpt2")
     expected_losses, expected_norms, expected = on_one_device(spread)
-    for losses, norms, state in pool.run(4, train, graph, spread(graph), STEPS, devices=devices):
+    for losses, norms, state, _ in pool.run(4, train, graph, spread(graph), STEPS, devices=devices):
         assert losses[:5] == pytest.approx(expected_losses[:5], rel=1e-5)
         assert losses == pytest.approx(expected_losses, rel=1e-4)
         if None not in norms:  # an idle rank knows none

@@ -9,42 +9,19 @@ from torch.nn import functional as F
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.runtime.exact.dropout import SampleDropout
-from heterodyne.runtime.exact.verify import compare, one_device_gradients
 from heterodyne.runtime.records.recorder import Recorder
+from multiprocess.exactness import Errors, Replicas, errors_of, require_exact
 from multiprocess.models import NAMES, build, captured
 from multiprocess.pool import Pool, World
-from multiprocess.work import Shares, copied, worker_of
+from multiprocess.work import Shares, worker_of
 
-SEED, STEP = 5, 3
 ADAMW = OptimizerSection(lr=1e-2, eps=1e-3)
 
 
-def errors_of(
-    world: World, graph: ModelGraph, shares: Shares, backends: tuple[str, ...], dtype: torch.dtype, alone_on: str
-) -> list[tuple[str, float]]:
-    """One step under the plan against one device of type ``alone_on``: the largest errors."""
+def errors_on(world: World, graph: ModelGraph, plan: Replicas, dtype: torch.dtype, alone_on: str) -> Errors:
+    """The largest errors of one step under the plan against one device of type ``alone_on``."""
     _only_exact_products()
-    samples = sum(sum(sizes or ()) for sizes in shares)
-    case = build(graph, samples, dtype=dtype)
-    worker = worker_of(world, case, shares, seed=SEED, backends=backends)
-    loss, gradients = worker.gradients(case.batch, STEP)
-    gradients = copied(gradients)
-    worker.close()
-    reference = build(graph, samples, dtype=dtype)
-    device = torch.device(alone_on)
-    expected_loss, expected = one_device_gradients(
-        reference.module.to(device),
-        reference.batch,
-        graph=graph,
-        placement=worker.placement,
-        device=device,
-        precision="fp32",
-        loss_count=reference.count,
-        seed=SEED,
-        step=STEP,
-    )
-    found = compare(loss, gradients, expected_loss, expected)
-    return [("loss", found.loss), *found.gradients[:2]]
+    return errors_of(world, graph, plan, dtype, alone_on)
 
 
 def _only_exact_products() -> None:
@@ -56,18 +33,15 @@ def _only_exact_products() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_cuda_device_in_single_precision(pool: Pool, name: str) -> None:
-    (errors,) = pool.run(1, errors_of, captured(name), ((3, 2, 2),), ("cuda",), torch.float32, "cuda", timeout_s=180)
-    assert all(error <= 1e-5 for _, error in errors), errors
+    plan = Replicas(((3, 2, 2),), backends=("cuda",))
+    require_exact(pool, name, plan, torch.float32, "cuda", job=errors_on, timeout_s=180)
 
 
 @pytest.mark.parametrize("backends", [("cpu", "cuda"), ("cuda", "cpu", "cpu"), ("cuda", "cuda")], ids="+".join)
 @pytest.mark.parametrize("name", ["gpt", "mixed"])
 def test_unlike_devices_in_one_job_against_the_cpu_alone(pool: Pool, name: str, backends: tuple[str, ...]) -> None:
-    shares = ((2, 1), (4, 1), (1, 1))[: len(backends)]
-    for errors in pool.run(
-        len(backends), errors_of, captured(name), shares, backends, torch.float64, "cpu", timeout_s=180
-    ):
-        assert all(error <= 1e-9 for _, error in errors), errors
+    plan = Replicas(((2, 1), (4, 1), (1, 1))[: len(backends)], backends=backends)
+    require_exact(pool, name, plan, torch.float64, "cpu", job=errors_on, bar=1e-9, timeout_s=180)
 
 
 def train(world: World, graph: ModelGraph, shares: Shares, backends: tuple[str, ...]) -> tuple[list[float], list[str]]:

@@ -7,43 +7,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from heterodyne.graph.ir import ModelGraph
-from heterodyne.runtime.exact.verify import compare, one_device_gradients
-from multiprocess.models import MIXING, NAMES, build, captured
-from multiprocess.pool import Pool, World
-from multiprocess.work import Shares, copied, worker_of
-
-BAR = 1e-5
-SEED, STEP = 5, 3
-
-
-def errors_of(
-    world: World, graph: ModelGraph, shares: Shares, bucket_bytes: int, dtype: torch.dtype
-) -> list[tuple[str, float]]:
-    """One step under the plan against one device, as each active rank sees it: the largest errors."""
-    samples = sum(sum(sizes) for sizes in shares if sizes is not None)
-    case = build(graph, samples, dtype=dtype)
-    worker = worker_of(world, case, shares, bucket_bytes=bucket_bytes, seed=SEED)
-    loss, gradients = worker.gradients(case.batch, STEP)
-    gradients = copied(gradients)
-    worker.close()
-    alone = build(graph, samples, dtype=dtype)
-    expected_loss, expected = one_device_gradients(
-        alone.module,
-        alone.batch,
-        graph=case.graph,
-        placement=worker.placement,
-        device=torch.device("cpu"),
-        precision="fp32",
-        loss_count=case.count,
-        seed=SEED,
-        step=STEP,
-    )
-    if shares[world.rank] is None:
-        assert not gradients, "an idle rank has none"
-        return [("loss", compare(loss, {}, expected_loss, {}).loss)]
-    found = compare(loss, gradients, expected_loss, expected)
-    return [("loss", found.loss), *found.gradients[:2]]
+from multiprocess.exactness import Replicas, require_exact
+from multiprocess.models import MIXING, NAMES, captured
+from multiprocess.pool import Pool
+from multiprocess.work import Shares
 
 
 @st.composite
@@ -75,29 +42,23 @@ quick = settings(max_examples=5, deadline=None, suppress_health_check=[HealthChe
 @quick
 @given(shares=plans(), bucket_bytes=st.sampled_from([1, 3000, 2**22]))
 def test_loss_and_gradients_are_those_of_one_device(pool: Pool, name: str, shares: Shares, bucket_bytes: int) -> None:
-    for errors in pool.run(len(shares), errors_of, captured(name), shares, bucket_bytes, torch.float32):
-        assert all(error <= BAR for _, error in errors), errors
+    require_exact(pool, name, Replicas(shares, bucket_bytes))
 
 
 @pytest.mark.parametrize("name", MIXING)
 @quick
 @given(shares=plans_of_equal_counts(), bucket_bytes=st.sampled_from([1, 3000, 2**22]))
 def test_batch_norm_sees_the_micro_batch_of_all_ranks(pool: Pool, name: str, shares: Shares, bucket_bytes: int) -> None:
-    for errors in pool.run(len(shares), errors_of, captured(name), shares, bucket_bytes, torch.float32):
-        assert all(error <= BAR for _, error in errors), errors
+    require_exact(pool, name, Replicas(shares, bucket_bytes))
 
 
 def test_a_backward_of_its_own_is_exact_where_the_module_runs(pool: Pool) -> None:
-    graph = captured("custom")
-    assert len(graph.module_only) == 4
-    for errors in pool.run(3, errors_of, graph, ((3, 2), (1,), (4,)), 2000, torch.float32):
-        assert all(error <= BAR for _, error in errors), errors
+    assert len(captured("custom").module_only) == 4
+    require_exact(pool, "custom", Replicas(((3, 2), (1,), (4,)), 2000))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_in_double_precision_only_rounding_is_left(pool: Pool, name: str) -> None:
     shares = ((3, 2), (1, 1), (), None, (2, 4))
-    for errors in pool.run(5, errors_of, captured(name), shares, 2000, torch.float64):
-        (_, of_loss), *of_gradients = errors
-        assert of_loss <= 1e-7  # Transformers computes losses in single precision
-        assert all(error <= 1e-12 for _, error in of_gradients), errors
+    # Transformers computes losses in single precision.
+    require_exact(pool, name, Replicas(shares, 2000), torch.float64, loss_bar=1e-7, bar=1e-12)

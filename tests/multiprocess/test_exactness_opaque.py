@@ -17,14 +17,14 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.loss_count import LossCount
 from heterodyne.plan.lower import lower
 from heterodyne.runtime.comm.communicator import Communicator
-from heterodyne.runtime.exact.verify import compare, one_device_gradients
 from heterodyne.runtime.recapture.variants import Capture
 from heterodyne.runtime.worker import Worker
+from multiprocess.exactness import BAR, Errors, compared
+from multiprocess.models import Case
 from multiprocess.opaque_models import WIDTH, Forces, graph_of, make
 from multiprocess.pool import Pool, World
-from multiprocess.work import Shares, cluster_of, copied, plan_of
+from multiprocess.work import Shares, cluster_of, plan_of
 
-BAR = 1e-5
 CPU = torch.device("cpu")
 
 
@@ -58,27 +58,13 @@ def _worker(
     )
 
 
-def errors_of(world: World, name: str, shares: Shares) -> tuple[float, list[str]]:
+def errors_of(world: World, name: str, shares: Shares) -> tuple[Errors, list[str]]:
     """One step under the plan against one device, as each rank sees it; and the parameters without a gradient."""
     worker, batch = worker_of(world, name, shares)
     worker.evaluate(batch)  # in other parts than it is trained in
-    loss, gradients = worker.gradients(batch)
-    gradients = copied(gradients)
-    worker.close()
-    reference = one_device_gradients(
-        make(name, worker.plan.global_batch_size)[0],
-        batch,
-        graph=worker.graph,
-        placement=worker.placement,
-        device=CPU,
-        precision="fp32",
-        loss_count=worker.loss_count,
-        seed=0,
-    )
-    if worker.plan.idle and world.rank == world.world_size - 1:
-        gradients = reference[1]  # an idle rank has the loss alone
-    found = compare(loss, gradients, *reference)
-    return found.largest, sorted(worker._model.parameters.keys() - gradients.keys())
+    alone = Case(module=make(name, worker.plan.global_batch_size)[0], graph=worker.graph, batch=batch)
+    errors, given = compared(world, worker, batch, alone, worker.loss_count, step=0, seed=0)
+    return errors, sorted(worker._model.parameters.keys() - given)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +77,8 @@ def errors_of(world: World, name: str, shares: Shares) -> tuple[float, list[str]
     ],
 )
 def test_loss_and_gradients_are_those_of_one_device(pool: Pool, name: str, shares: Shares) -> None:
-    for largest, untouched in pool.run(3, errors_of, name, shares):
-        assert largest <= BAR
+    for errors, untouched in pool.run(3, errors_of, name, shares):
+        assert all(error <= BAR for _, error in errors), errors
         expected = {"early": ["never.bias", "never.weight"], "forces": []}
         assert untouched == expected.get(name, []), "as on one device"
 

@@ -5,101 +5,27 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.plan.boxes import Box
 from heterodyne.plan.kept import names_of
 from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.best import best_orders
 from heterodyne.plan.schedules.times import StageTimes
 from heterodyne.plan.weights import PlannedWeights
-from heterodyne.runtime.exact.verify import compare, one_device_gradients
-from heterodyne.runtime.weights.boxed import boxed
-from multiprocess.models import BRANCHED, MIXING, build, captured
+from multiprocess.exactness import BAR, Errors, Spread, errors_of, require_exact
+from multiprocess.models import BRANCHED, MIXING, captured
 from multiprocess.pool import Pool, World
-from multiprocess.work import PipelineOf, StageOf, cluster_of, copied, staged_plan, staged_worker
+from multiprocess.work import PipelineOf, StageOf, cluster_of, staged_plan
 
-BAR = 1e-5
 BAR_BF16 = 0.1
-SEED, STEP = 5, 3
 PLAIN = ("gpt", "sum", "weighted", "llama", "gpt2", "bert", *BRANCHED)
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A plan for some number of ranks."""
-
-    world: int
-    schedule: str
-    pipelines: tuple[PipelineOf, ...]
-    bucket_bytes: int = 4096
-    precision: str = "fp32"
-    compiled: bool = False
-    zero: int = 0
-
-
-def errors_of(world: World, graph: ModelGraph, spread: Spread) -> list[tuple[str, float]]:
-    """One step under the plan against one device: the largest errors over all that this rank holds."""
-    samples = sum(sum(pipeline.sizes) for pipeline in spread.pipelines)
-    case = build(graph, samples)
-    alone = build(graph, samples)
-    worker = staged_worker(
-        world,
-        case,
-        spread.pipelines,
-        spread.schedule,
-        bucket_bytes=spread.bucket_bytes,
-        seed=SEED,
-        precision=spread.precision,
-        compile_stages=spread.compiled,
-        zero=spread.zero,
-    )
-    assert worker.runs_compiled or not spread.compiled
-    loss, gradients = worker.gradients(case.batch, STEP)
-    gradients = copied(gradients)
-    place = worker.placement.places[world.rank]
-    buffers = {n: b.detach().clone() for n, b in case.module.named_buffers() if not b.is_meta}
-    held = {name for name in worker.ownership.owners if worker.ownership.holds(world.rank, name)}
-    boxes = {name: worker.ownership.box(world.rank, name) for name in held}
-    worker.close()
-    expected_loss, expected = one_device_gradients(
-        alone.module,
-        alone.batch,
-        graph=graph,
-        placement=worker.placement,
-        device=torch.device("cpu"),
-        precision="fp32",
-        loss_count=alone.count,
-        seed=SEED,
-        step=STEP,
-    )
-    of_mine = {name: gradient for name, gradient in expected.items() if name in held}
-    # The error of a slice is told in terms of the whole, as that of a whole is.
-    mine = {name: with_box(expected.get(name), boxes[name], gradient) for name, gradient in gradients.items()}
-    assert place.active or not gradients, "an idle rank has none"
-    found = compare(loss, mine, expected_loss, of_mine if place.active else {})
-    errors = [("loss", found.loss), *found.gradients[:2]]
-    if place.active and place.micro_batches.samples:
-        wanted = {n: boxed(b, boxes[n]) for n, b in alone.module.named_buffers() if n in held and n in buffers}
-        errors += compare(0.0, {n: buffers[n] for n in wanted}, 0.0, wanted).gradients[:1]
-    return errors
-
-
-def with_box(whole: Tensor | None, box: Box, gradient: Tensor) -> Tensor:
-    """A gradient of which one box is replaced; the box alone, where there is no other."""
-    if whole is None or not box:
-        return gradient
-    replaced = whole.clone()
-    boxed(replaced, box).copy_(gradient)
-    return replaced
 
 
 def slices_of_ops(draw: st.DrawFn, graph: ModelGraph, homes: Sequence[tuple[int, ...]]) -> tuple[StageOf, ...]:
@@ -273,11 +199,7 @@ def test_any_pipelines_give_the_gradients_of_one_device(name: str, pool: Pool, d
 @within(5)
 @given(data=st.data())
 def test_batch_norm_sees_the_micro_batches_of_all_pipelines(name: str, pool: Pool, data: st.DataObject) -> None:
-    graph = captured(name)
-    spread = data.draw(replicas(graph))
-    for errors in pool.run(spread.world, errors_of, graph, spread):
-        for what, error in errors:
-            assert error <= BAR, (what, error)
+    require_exact(pool, name, data.draw(replicas(captured(name))))
 
 
 def test_a_pipeline_without_samples_gathers_and_reduces_in_the_order_of_the_others(pool: Pool) -> None:
@@ -292,8 +214,7 @@ def test_a_pipeline_without_samples_gathers_and_reduces_in_the_order_of_the_othe
     first_and_last = (stage(1, 2), stage(7, 3), stage(ops, 2))
     order = ("0F0 2F0 2B0 0B0", "1F0 1B0")
     spread = Spread(4, "1F1B", (without, PipelineOf((1,), first_and_last, order)), bucket_bytes=1, zero=3)
-    for errors in pool.run(4, errors_of, graph, spread):
-        assert all(error <= BAR for _, error in errors), errors
+    require_exact(pool, "unet", spread)
 
 
 def test_in_half_precision_the_gradients_are_near(pool: Pool) -> None:
@@ -301,12 +222,10 @@ def test_in_half_precision_the_gradients_are_near(pool: Pool) -> None:
     ops = len(graph.ops)
     stages = (StageOf(ops // 3, (0,), (1,), (0,)), StageOf(ops, (1, 2), (1, 2)))
     spread = Spread(3, "ZBH1", (PipelineOf((3, 3, 1), stages),), precision="bf16")
-    for errors in pool.run(3, errors_of, graph, spread):
-        for what, error in errors:
-            assert error <= BAR_BF16, (what, error)
+    require_exact(pool, "gpt2", spread, bar=BAR_BF16)
 
 
-def errors_of_compiled(world: World, graph: ModelGraph, spread: Spread) -> list[tuple[str, float]]:
+def errors_of_compiled(world: World, graph: ModelGraph, spread: Spread) -> Errors:
     """Without inductor, which takes a minute: what is lost is lost before it. `benchmarks/accelerator_path.py` runs with it."""
     traced_only = functools.partial(torch.compile, backend="aot_eager")
     with warnings.catch_warnings(), mock.patch.object(torch, "compile", traced_only):
@@ -320,5 +239,4 @@ def test_compiled_stages_give_the_gradients_of_one_device(pool: Pool) -> None:
     border = graph.blocks[len(graph.blocks) // 2].start
     stages = (StageOf(border, (0,), (1,), ()), StageOf(len(graph.ops), (1,), (1,), (len(graph.blocks) - 2,)))
     spread = Spread(2, "1F1B", (PipelineOf((2, 2, 1), stages),), compiled=True)
-    for errors in pool.run(2, errors_of_compiled, graph, spread):
-        assert all(error <= BAR for _, error in errors), errors
+    require_exact(pool, "sum", spread, job=errors_of_compiled)

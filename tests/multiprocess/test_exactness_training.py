@@ -16,8 +16,8 @@ from heterodyne.frontend import trace
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.plan.placement import Placement
-from heterodyne.runtime.exact.verify import compare, one_device_gradients
-from heterodyne.runtime.weights.optimizer import learning_rate, make_optimizer, norms_and_biases
+from heterodyne.runtime.exact.verify import compare
+from multiprocess.exactness import train_alone
 from multiprocess.models import MIXING, NAMES, Case, build, captured
 from multiprocess.pool import Pool, World
 from multiprocess.work import PipelineOf, Shares, StageOf, cluster_of, plan_of, staged_worker, worker_of
@@ -52,37 +52,11 @@ def train(
 
 def train_on_one_device(
     graph: ModelGraph, shares: Shares, section: OptimizerSection, clip: float
-) -> tuple[list[float], Any]:
-    """The same by hand: PyTorch's optimizer on the gradients of one device."""
-    case = build(graph, samples_of(shares))
+) -> tuple[list[float], dict[str, Tensor]]:
     cluster = cluster_of(len(shares))
-    # Of the plan only the micro-steps matter here: what is one batch to BatchNorm is part of the mathematics.
     placement = Placement.of(plan_of(graph, cluster, shares), cluster)
-    parameters = dict(case.module.named_parameters())
-    trained = {n: p for n, p in parameters.items() if p.requires_grad}
-    optimizer = make_optimizer(section, trained, undecayed=norms_and_biases(case.module))
-    losses = []
-    for step in range(STEPS):
-        loss, gradients = one_device_gradients(
-            case.module,
-            case.batch,
-            graph=case.graph,
-            placement=placement,
-            device=torch.device("cpu"),
-            precision="fp32",
-            loss_count=case.count,
-            seed=5,
-            step=step,
-        )
-        for n, p in trained.items():
-            p.grad = gradients.get(n)
-        if clip:
-            torch.nn.utils.clip_grad_norm_(list(trained.values()), clip)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(section, step, 10)
-        optimizer.step()
-        losses.append(loss)
-    return losses, stored(case.module)
+    losses, _, state = train_alone(build(graph, samples_of(shares)), placement, section, STEPS, clip)
+    return losses, state
 
 
 @pytest.mark.parametrize(("section", "clip"), [(ADAMW, 0.5), (SGD, 0.0)], ids=["adamw, clipped", "sgd"])

@@ -8,9 +8,9 @@ import torch
 from heterodyne.errors import DataError
 from heterodyne.frontend import loss_of
 from heterodyne.plan.check import violations
+from multiprocess.exactness import Spread, require_exact
 from multiprocess.models import COUPLED, TERMS, build, captured
 from multiprocess.pool import Pool, World
-from multiprocess.test_exactness_pipelines import BAR, Spread, errors_of
 from multiprocess.work import PipelineOf, StageOf, cluster_of, staged_plan, staged_worker
 
 
@@ -32,20 +32,15 @@ def spreads(ops: int) -> dict[str, Spread]:
 def test_terms_with_denominators_of_their_own(pool: Pool, name: str) -> None:
     graph = captured(name)
     assert graph.loss.reduction == "terms"
-    for kind, spread in spreads(len(graph.ops)).items():
-        found = pool.run(spread.world, errors_of, graph, spread)
-        worst = max((error for of_rank in found for error in of_rank), key=lambda entry: entry[1])
-        assert worst[1] <= BAR, (kind, worst)
+    for spread in spreads(len(graph.ops)).values():
+        require_exact(pool, name, spread)
 
 
 def test_joined_inputs(pool: Pool) -> None:
     """Data parallel, and cut where the halves are still joined: a stage of one device has whole micro-batches."""
-    graph = captured("pairs")
-    kinds = spreads(len(graph.ops))
+    kinds = spreads(len(captured("pairs").ops))
     for kind in ("data", "pipeline", "mixed"):
-        found = pool.run(kinds[kind].world, errors_of, graph, kinds[kind])
-        worst = max((error for of_rank in found for error in of_rank), key=lambda entry: entry[1])
-        assert worst[1] <= BAR, (kind, worst)
+        require_exact(pool, "pairs", kinds[kind])
 
 
 def evaluated(world: World, name: str) -> tuple[float, float]:
@@ -78,9 +73,7 @@ def test_samples_that_see_each_other_in_the_loss(pool: Pool, name: str) -> None:
     )
     within = Spread(3, "1F1B", (PipelineOf((6,), (StageOf(ops, (2, 0), (2, 1)),)),))
     for each in (spread, within):
-        found = pool.run(each.world, errors_of, graph, each)
-        worst = max((error for of_rank in found for error in of_rank), key=lambda entry: entry[1])
-        assert worst[1] <= BAR, worst
+        require_exact(pool, name, each)
 
 
 def evaluated_together(world: World, name: str, samples: int) -> tuple[float, float]:

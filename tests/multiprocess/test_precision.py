@@ -11,12 +11,10 @@ from torch import Tensor, nn
 
 from heterodyne.frontend import trace
 from heterodyne.job import OptimizerSection
-from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
-from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.worker import Worker
 from multiprocess.models import Case, TinyGPT
 from multiprocess.pool import Pool, World
-from multiprocess.work import PipelineOf, StageOf, copied, staged_worker
+from multiprocess.work import PipelineOf, StageOf, copied, go_on, save, staged_worker
 
 ADAMW = OptimizerSection(name="adamw", lr=1e-3, eps=1e-3, schedule="constant", weight_decay=0.0)
 # For each plan the pipelines: sizes of micro-batches, and the rank of each stage.
@@ -79,8 +77,7 @@ def trained(world: World, pipelines: Any, folder: Path) -> tuple[list[float], li
     module, batch = narrow()
     worker = worker_of(world, module, batch, pipelines, optimizer=ADAMW, clip=1.0)
     losses = [worker.step(batch).loss for _ in range(3)]
-    checkpoints = Checkpoints(folder, agreement=Agreement.of_all())
-    checkpoints.save(3, worker.own_state(), identity={}, plan=worker.plan.dump())
+    save(worker, folder)
     after = [worker.step(batch).loss for _ in range(3)]
     state = worker.state_dict()
     assert all(values["master"].dtype is torch.float32 for values in state["optimizer"].values())
@@ -88,9 +85,7 @@ def trained(world: World, pipelines: Any, folder: Path) -> tuple[list[float], li
     worker.close()
     other, _ = narrow()
     resumed = worker_of(world, other, batch, pipelines, optimizer=ADAMW, clip=1.0)
-    found = checkpoints.latest()
-    assert found is not None
-    resumed.load_state_dict(checkpoints.load(found, identity={}, wanted=resumed.needs).state)
+    go_on(resumed, folder)
     again = [resumed.step(batch).loss for _ in range(3)]
     assert again == after
     same = copied(resumed.state_dict()["model"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from torch import Tensor
@@ -14,27 +13,24 @@ from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.plan.check import violations
 from heterodyne.plan.kept import names_of
-from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
-from heterodyne.runtime.comm.agreement import Agreement
-from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.exact.verify import compare
-from heterodyne.runtime.worker import Worker
 from multiprocess.models import build, captured
 from multiprocess.pool import Pool, World
 from multiprocess.test_training_pipelines import (
     ADAMW,
-    CLIP,
     SAMPLES,
-    SEED,
     Spread,
     cut,
     in_parts,
     meshed,
+    take_over,
+    train,
     train_on_one_device,
     unlike,
+    worker_under,
 )
 from multiprocess.test_whole_weight_optimizers import FACTORIES
-from multiprocess.work import PipelineOf, StageOf, cluster_of, copied, staged_plan, staged_worker
+from multiprocess.work import PipelineOf, StageOf, cluster_of, copied, staged_plan
 
 BAR, STEPS = 1e-5, 3
 ADAFACTOR = OptimizerSection(name="adafactor", lr=1e-2)
@@ -95,38 +91,6 @@ def recomputed(graph: ModelGraph) -> Spread:
     return "GPipe", (PipelineOf((4, 5), tuple(stages)),)
 
 
-def worker_under(
-    world: World, graph: ModelGraph, spread: Spread, optimizer: Any, bucket_bytes: int, zero: int = 1
-) -> tuple[Worker, Any]:
-    case = build(graph, SAMPLES)
-    schedule, pipelines = spread
-    worker = staged_worker(
-        world,
-        case,
-        pipelines,
-        schedule,
-        clip=CLIP,
-        optimizer=optimizer,
-        seed=SEED,
-        bucket_bytes=bucket_bytes,
-        zero=zero,
-        reach=optimizer.reach,
-    )
-    return worker, case.batch
-
-
-def train(
-    world: World, graph: ModelGraph, spread: Spread, optimizer: Any, bucket_bytes: int, zero: int = 1
-) -> tuple[list[float], list[Any], dict[str, Tensor], int]:
-    """Losses, norms, what the model has become, and how many elements the optimizer kept two moments of."""
-    worker, batch = worker_under(world, graph, spread, optimizer, bucket_bytes, zero)
-    results = [worker.step(batch) for _ in range(STEPS)]
-    state = copied(worker.state_dict()["model"])
-    kept = sum(p.numel() for p in worker.optimizer.state)
-    worker.close()
-    return [r.loss for r in results], [r.grad_norm for r in results], state, kept
-
-
 @pytest.mark.parametrize(
     ("name", "spread", "zero", "shares", "bucket_bytes", "section"),
     [
@@ -158,7 +122,8 @@ def test_training_goes_where_one_device_goes(
     graph = captured(name)
     made = sharded(spread(graph), *shares)
     losses, norms, state = train_on_one_device(graph, made, STEPS, section)
-    found = pool.run(4, train, graph, made, section, bucket_bytes, zero)
+    how = {"bucket_bytes": bucket_bytes, "zero": zero, "reach": section.reach}
+    found = pool.run(4, train, graph, made, STEPS, section, how)
     for got, of_norm, weights, _ in found:
         assert got == pytest.approx(losses, rel=BAR)
         assert [n for n in of_norm if n is not None] == pytest.approx(norms if of_norm[0] is not None else [], rel=BAR)
@@ -173,8 +138,9 @@ def test_training_goes_where_one_device_goes(
 
 
 def gradients_of(world: World, graph: ModelGraph, spread: Spread, zero: int) -> tuple[float, dict[str, Tensor]]:
-    worker, batch = worker_under(world, graph, spread, ADAMW, 4096, zero)
-    loss, gradients = worker.gradients(batch, 1)
+    case = build(graph, SAMPLES)
+    worker = worker_under(world, case, spread, zero=zero)
+    loss, gradients = worker.gradients(case.batch, 1)
     found = copied(gradients)
     worker.close()
     return loss, found
@@ -191,7 +157,7 @@ def test_gradients_can_be_asked_for_whole(pool: Pool, spread: Any, zero: int) ->
 
 
 def evaluated(world: World, graph: ModelGraph, spread: Spread, zero: int) -> list[float]:
-    worker, _ = worker_under(world, graph, spread, ADAMW, 4096, zero)
+    worker = worker_under(world, build(graph, SAMPLES), spread, zero=zero)
     losses = [worker.evaluate(build(graph, size).batch) for size in (SAMPLES, 7, 2)]
     worker.close()
     return losses
@@ -207,35 +173,11 @@ def test_evaluation_gathers_parameters_whatever_parts_each_pipeline_has(pool: Po
         assert losses == pytest.approx(wanted, rel=BAR)
 
 
-def take_over(
-    world: World, graph: ModelGraph, before: tuple[Spread, int], after: tuple[Spread, int], folder: Path
-) -> tuple[list[float], list[float]]:
-    """Losses undisturbed; and those of another model, with other weights, that takes over from a checkpoint in the middle."""
-    case, other = build(graph, SAMPLES), build(graph, SAMPLES, seed=1)
-
-    def worker_of(case: Any, spread: Spread, zero: int) -> Worker:
-        return staged_worker(world, case, spread[1], spread[0], clip=CLIP, optimizer=ADAMW, seed=SEED, zero=zero)
-
-    worker = worker_of(case, *before)
-    for _ in range(2):
-        worker.step(case.batch)
-    checkpoints = Checkpoints(folder, agreement=Agreement.of_all())
-    with patch.object(ProcessGroup, "broadcast", side_effect=AssertionError("a checkpoint brings nothing together")):
-        checkpoints.save(2, worker.own_state(), identity={}, plan=worker.plan.dump())
-    losses = [worker.step(case.batch).loss for _ in range(3)]
-    worker.close()
-    resumed = worker_of(other, *after)
-    found = checkpoints.latest()
-    assert found is not None
-    resumed.load_state_dict(checkpoints.load(found, identity={}, wanted=resumed.needs).state)
-    return losses, [resumed.step(case.batch).loss for _ in range(3)]
-
-
 @pytest.mark.parametrize(("spread", "zero"), [(replicas, 2), (meshed, 1), (layered, 3)])
 def test_a_resumed_run_changes_no_bit(pool: Pool, spread: Any, zero: int, tmp_path: Path) -> None:
     graph = captured("gpt2")
-    plan = (sharded(spread(graph), 1, 2, 4, 3), zero)
-    for undisturbed, resumed in pool.run(4, take_over, graph, plan, plan, tmp_path):
+    made = sharded(spread(graph), 1, 2, 4, 3)
+    for undisturbed, resumed in pool.run(4, take_over, graph, made, made, tmp_path, (zero, zero)):
         assert resumed == undisturbed
 
 
@@ -253,7 +195,7 @@ def test_another_plan_goes_on_from_a_checkpoint(pool: Pool, before: Any, after: 
     graph = captured("gpt2")
     (first, of_first), (second, of_second) = before, after
     for undisturbed, resumed in pool.run(
-        4, take_over, graph, (first(graph), of_first), (second(graph), of_second), tmp_path
+        4, take_over, graph, first(graph), second(graph), tmp_path, (of_first, of_second)
     ):
         assert resumed == pytest.approx(undisturbed, rel=BAR)
 
@@ -279,9 +221,9 @@ def test_an_update_on_the_host_changes_no_bit(pool: Pool, spread: Any) -> None:
     graph = captured("gpt2")
     here = sharded(spread(graph), 1, 2, 4, 3)
     there = (here[0], tuple(replace(p, stages=tuple(replace(s, offload=True) for s in p.stages)) for p in here[1]))
-    expected = pool.run(4, train, graph, here, ADAMW, 4096)
+    expected = pool.run(4, train, graph, here, STEPS, ADAMW, {"zero": 1})
     for (losses, norms, state, kept), wanted in zip(
-        pool.run(4, train, graph, there, ADAMW, 4096), expected, strict=True
+        pool.run(4, train, graph, there, STEPS, ADAMW, {"zero": 1}), expected, strict=True
     ):
         assert (losses, norms, kept) == (wanted[0], wanted[1], wanted[3])
         assert compare(0.0, state, 0.0, wanted[2]).largest == 0
@@ -289,10 +231,7 @@ def test_an_update_on_the_host_changes_no_bit(pool: Pool, spread: Any) -> None:
 
 def of_whole_weights(world: World, graph: ModelGraph, spread: Spread, name: str, zero: int) -> list[float]:
     case = build(graph, SAMPLES)
-    optimizer = FACTORIES[name]
-    worker = staged_worker(
-        world, case, spread[1], spread[0], clip=CLIP, optimizer=optimizer, seed=SEED, zero=zero, reach="weight"
-    )
+    worker = worker_under(world, case, spread, FACTORIES[name], zero=zero, reach="weight")
     losses = [worker.step(case.batch).loss for _ in range(STEPS)]
     state = worker.state_dict()
     assert state["optimizer"].keys() <= {p.name for p in graph.parameters}

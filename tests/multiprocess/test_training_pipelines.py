@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,18 +16,17 @@ from torch import Tensor
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.plan.placement import Placement
-from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
 from heterodyne.runtime.checkpoint.export import WEIGHTS, export_model
-from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.comm.communicator import Communicator
-from heterodyne.runtime.exact.verify import compare, one_device_gradients
-from heterodyne.runtime.weights.optimizer import learning_rate, make_optimizer, norms_and_biases
+from heterodyne.runtime.comm.process_group import ProcessGroup
+from heterodyne.runtime.exact.verify import compare
 from heterodyne.runtime.worker import Worker
+from multiprocess.exactness import SEED, train_alone
 from multiprocess.models import Case, build, captured
 from multiprocess.pool import Pool, World
-from multiprocess.work import PipelineOf, StageOf, cluster_of, copied, staged_plan, staged_worker
+from multiprocess.work import PipelineOf, StageOf, cluster_of, copied, go_on, save, staged_plan, staged_worker
 
-STEPS, CLIP, SEED, SAMPLES = 10, 0.5, 5, 9
+STEPS, CLIP, SAMPLES = 10, 0.5, 9
 # A gradient that is zero up to rounding must not become a whole step of Adam: hence the large eps.
 ADAMW = OptimizerSection(name="adamw", lr=1e-2, eps=1e-3, warmup_steps=2)
 
@@ -84,54 +85,35 @@ def crossed(graph: ModelGraph) -> Spread:
 SPREADS = (chain, v_shape, unlike)
 
 
-def worker_under(world: World, case: Case, spread: Spread) -> Worker:
+def worker_under(world: World, case: Case, spread: Spread, optimizer: Any = ADAMW, **more: Any) -> Worker:
     schedule, pipelines = spread
-    return staged_worker(world, case, pipelines, schedule, clip=CLIP, optimizer=ADAMW, seed=SEED)
+    return staged_worker(world, case, pipelines, schedule, clip=CLIP, optimizer=optimizer, seed=SEED, **more)
 
 
 def train(
-    world: World, graph: ModelGraph, spread: Spread, steps: int
-) -> tuple[list[float], list[Any], dict[str, Tensor]]:
-    """Losses, norms, and what the model has become."""
+    world: World,
+    graph: ModelGraph,
+    spread: Spread,
+    steps: int,
+    optimizer: Any = ADAMW,
+    more: dict[str, Any] | None = None,
+) -> tuple[list[float], list[Any], dict[str, Tensor], int]:
+    """Losses, norms, what the model has become, and how many elements the optimizer kept two moments of."""
     case = build(graph, SAMPLES)
-    worker = worker_under(world, case, spread)
+    worker = worker_under(world, case, spread, optimizer, **(more or {}))
     results = [worker.step(case.batch) for _ in range(steps)]
     state = copied(worker.state_dict()["model"])
+    kept = sum(p.numel() for p in worker.optimizer.state)
     worker.close()
-    return [r.loss for r in results], [r.grad_norm for r in results], state
+    return [r.loss for r in results], [r.grad_norm for r in results], state, kept
 
 
 def train_on_one_device(
-    graph: ModelGraph, spread: Spread, steps: int = STEPS, section: OptimizerSection = ADAMW
+    graph: ModelGraph, spread: Spread, steps: int = STEPS, optimizer: Any = ADAMW
 ) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """The same by hand: PyTorch's optimizer on the gradients of one device."""
-    case = build(graph, SAMPLES)
     cluster = cluster_of(4)
-    # Of the plan only the micro-steps matter here: what is one batch to BatchNorm is part of the mathematics.
     placement = Placement.of(staged_plan(graph, cluster, spread[1], spread[0]), cluster)
-    trained = {n: p for n, p in case.module.named_parameters() if p.requires_grad}
-    optimizer = make_optimizer(section, trained, undecayed=norms_and_biases(case.module))
-    losses, norms = [], []
-    for step in range(steps):
-        loss, gradients = one_device_gradients(
-            case.module,
-            case.batch,
-            graph=graph,
-            placement=placement,
-            device=torch.device("cpu"),
-            precision="fp32",
-            loss_count=case.count,
-            seed=SEED,
-            step=step,
-        )
-        for n, p in trained.items():
-            p.grad = gradients.get(n)
-        norms.append(torch.nn.utils.clip_grad_norm_(list(trained.values()), CLIP).item())
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(section, step, STEPS)
-        optimizer.step()
-        losses.append(loss)
-    return losses, norms, case.module.state_dict()
+    return train_alone(build(graph, SAMPLES), placement, optimizer, steps, CLIP)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +131,7 @@ def train_on_one_device(
 def test_ten_steps_are_those_of_one_device(pool: Pool, name: str, spread: Any) -> None:
     graph = captured(name)
     expected_losses, expected_norms, expected = train_on_one_device(graph, spread(graph))
-    for losses, norms, state in pool.run(4, train, graph, spread(graph), STEPS):
+    for losses, norms, state, _ in pool.run(4, train, graph, spread(graph), STEPS):
         assert losses[:5] == pytest.approx(expected_losses[:5], rel=1e-5)
         assert losses == pytest.approx(expected_losses, rel=1e-4)
         if None not in norms:  # an idle rank knows none
@@ -162,7 +144,7 @@ def test_two_runs_are_equal_bit_for_bit(pool: Pool, spread: Any) -> None:
     graph = captured("gpt2")
     first = pool.run(4, train, graph, spread(graph), 4)
     second = pool.run(4, train, graph, spread(graph), 4)
-    for losses, _, state in [*first, *second]:
+    for losses, _, state, _ in [*first, *second]:
         assert losses == first[0][0]
         for key, value in first[0][2].items():
             assert torch.equal(state[key], value), key
@@ -189,25 +171,23 @@ def test_a_closed_worker_leaves_its_groups(pool: Pool) -> None:
 
 
 def take_over(
-    world: World, graph: ModelGraph, before: Spread, after: Spread, folder: Path
+    world: World, graph: ModelGraph, before: Spread, after: Spread, folder: Path, zeros: tuple[int, int] = (0, 0)
 ) -> tuple[list[float], list[float]]:
     """Losses undisturbed; and those of another model, with other weights, that takes over from a checkpoint in the middle."""
-    case = build(graph, SAMPLES)
-    worker = worker_under(world, case, before)
+    case, other = build(graph, SAMPLES), build(graph, SAMPLES, seed=1)
+    worker = worker_under(world, case, before, zero=zeros[0])
     for _ in range(2):
         worker.step(case.batch)
-    checkpoints = Checkpoints(folder, agreement=Agreement.of_all())
-    checkpoints.save(2, worker.own_state(), identity={}, plan=worker.plan.dump())
+    alone = patch.object(ProcessGroup, "broadcast", side_effect=AssertionError("a checkpoint brings nothing together"))
+    with alone if zeros[0] else nullcontext():
+        save(worker, folder)
     losses = [worker.step(case.batch).loss for _ in range(3)]
     worker.close()
-    other = build(graph, SAMPLES, seed=1)
-    resumed = worker_under(world, other, after)
-    found = checkpoints.latest()
-    assert found is not None
-    state = checkpoints.load(found, identity={}, wanted=resumed.needs).state
+    resumed = worker_under(world, other, after, zero=zeros[1])
     held = {n for n, entry in other.module.state_dict().items() if not entry.is_meta}
-    assert set(state.get("model", {})) == held, "a rank reads what it holds, and no more"
-    resumed.load_state_dict(state)
+    state = go_on(resumed, folder)
+    if not zeros[1]:
+        assert set(state.get("model", {})) == held, "a rank reads what it holds, and no more"
     assert resumed.steps_done == 2
     return losses, [resumed.step(case.batch).loss for _ in range(3)]
 

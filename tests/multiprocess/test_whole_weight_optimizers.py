@@ -13,19 +13,15 @@ from torch import Tensor, nn
 
 from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.plan.placement import Placement
 from heterodyne.plan.plan import Plan
-from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
-from heterodyne.runtime.comm.agreement import Agreement
-from heterodyne.runtime.exact.verify import compare, one_device_gradients
-from heterodyne.runtime.worker import Worker
+from heterodyne.runtime.exact.verify import compare
 from multiprocess.models import build, captured
 from multiprocess.pool import Pool, World
 from multiprocess.test_own_loop import Labelled, graph, plans, start
-from multiprocess.test_training_pipelines import SAMPLES, Spread, chain, unlike
-from multiprocess.work import cluster_of, copied, staged_plan, staged_worker
+from multiprocess.test_training_pipelines import SAMPLES, Spread, chain, train_on_one_device, unlike, worker_under
+from multiprocess.work import copied, go_on, save
 
-STEPS, CLIP, SEED = 4, 0.5, 5
+STEPS = 4
 
 Factory = Callable[..., torch.optim.Optimizer]
 
@@ -84,58 +80,22 @@ if find_spec("torchao") is not None:
     FACTORIES["8 bits"] = in_8_bits
 
 
-def worker_under(world: World, found: ModelGraph, spread: Spread, factory: str, seed: int = 0) -> tuple[Worker, Any]:
-    case = build(found, SAMPLES, seed=seed)
-    schedule, pipelines = spread
-    optimizer = FACTORIES[factory]
-    return staged_worker(world, case, pipelines, schedule, clip=CLIP, optimizer=optimizer, seed=SEED), case.batch
-
-
-def train(
+def train_in_halves(
     world: World, found: ModelGraph, spreads: tuple[Spread, Spread], factory: str, folder: Path
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Half of the steps under one plan, the others, from a checkpoint, under another one and with a model of other weights."""
-    worker, batch = worker_under(world, found, spreads[0], factory)
-    losses = [worker.step(batch).loss for _ in range(STEPS // 2)]
-    checkpoints = Checkpoints(folder, agreement=Agreement.of_all())
+    case, other = build(found, SAMPLES), build(found, SAMPLES, seed=1)
+    worker = worker_under(world, case, spreads[0], FACTORIES[factory])
+    losses = [worker.step(case.batch).loss for _ in range(STEPS // 2)]
     assert worker.not_finite() is None
-    checkpoints.save(worker.steps_done, worker.own_state(), identity={}, plan=worker.plan.dump())
+    save(worker, folder)
     worker.close()
-    resumed, _ = worker_under(world, found, spreads[1], factory, seed=1)
-    latest = checkpoints.latest()
-    assert latest is not None
-    resumed.load_state_dict(checkpoints.load(latest, identity={}, wanted=resumed.needs).state)
-    losses += [resumed.step(batch).loss for _ in range(STEPS // 2)]
+    resumed = worker_under(world, other, spreads[1], FACTORIES[factory])
+    go_on(resumed, folder)
+    losses += [resumed.step(case.batch).loss for _ in range(STEPS // 2)]
     state = copied(resumed.state_dict()["model"])
     resumed.close()
     return losses, state
-
-
-def train_on_one_device(found: ModelGraph, spread: Spread, factory: str) -> tuple[list[float], dict[str, Tensor]]:
-    case = build(found, SAMPLES)
-    cluster = cluster_of(4)
-    placement = Placement.of(staged_plan(found, cluster, spread[1], spread[0]), cluster)
-    trained = {n: p for n, p in case.module.named_parameters() if p.requires_grad}
-    optimizer = FACTORIES[factory](list(trained.values()))
-    losses = []
-    for step in range(STEPS):
-        loss, gradients = one_device_gradients(
-            case.module,
-            case.batch,
-            graph=found,
-            placement=placement,
-            device=torch.device("cpu"),
-            precision="fp32",
-            loss_count=case.count,
-            seed=SEED,
-            step=step,
-        )
-        for name, p in trained.items():
-            p.grad = gradients.get(name)
-        torch.nn.utils.clip_grad_norm_(list(trained.values()), CLIP)
-        optimizer.step()
-        losses.append(loss)
-    return losses, copied(case.module.state_dict())
 
 
 @pytest.mark.parametrize("factory", FACTORIES)
@@ -143,9 +103,9 @@ def test_under_pipelines_they_go_where_one_device_goes(pool: Pool, factory: str,
     """Embeddings that are tied across stages, a stage on two devices, and a resume under two unequal pipelines."""
     found = captured("gpt2")
     spreads = chain(found), unlike(found)
-    expected_losses, expected = train_on_one_device(found, spreads[0], factory)
+    expected_losses, _, expected = train_on_one_device(found, spreads[0], STEPS, FACTORIES[factory])
     assert expected_losses[-1] < expected_losses[0]
-    for losses, state in pool.run(4, train, found, spreads, factory, tmp_path):
+    for losses, state in pool.run(4, train_in_halves, found, spreads, factory, tmp_path):
         assert losses == pytest.approx(expected_losses, rel=1e-5)
         assert compare(0.0, state, 0.0, expected).largest <= 1e-4
 

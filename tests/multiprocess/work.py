@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.lower import lower
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Axis, Exchange, Layout, Pipeline, Plan, Region, Stage
+from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
+from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.liveness.watchdog import Watchdog
 from heterodyne.runtime.records.recorder import Recorder
@@ -86,6 +89,22 @@ def worker_of(
         recorder=recorder,
         again=again_of(capture_of(case.graph.name), case.module),
     )
+
+
+def save(worker: Worker, folder: Path) -> None:
+    """Write a checkpoint of all ranks."""
+    checkpoints = Checkpoints(folder, agreement=Agreement.of_all())
+    checkpoints.save(worker.steps_done, worker.own_state(), identity={}, plan=worker.plan.dump())
+
+
+def go_on(worker: Worker, folder: Path) -> dict[str, Any]:
+    """Take over the latest checkpoint there; return what was read of it."""
+    checkpoints = Checkpoints(folder, agreement=Agreement.of_all())
+    found = checkpoints.latest()
+    assert found is not None
+    state = checkpoints.load(found, identity={}, wanted=worker.needs).state
+    worker.load_state_dict(state)
+    return state
 
 
 def copied(gradients: dict[str, Tensor]) -> dict[str, Tensor]:

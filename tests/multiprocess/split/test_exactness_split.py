@@ -10,9 +10,10 @@ from heterodyne.graph.ir import ModelGraph, Ref
 from heterodyne.graph.sharding import Sharding, sharded
 from heterodyne.plan.kept import names_of
 from heterodyne.plan.sharded_stage import shard_stage
+from multiprocess.exactness import Spread, require_exact
 from multiprocess.models import BRANCHED, EXPERTS, MIXING, captured
 from multiprocess.pool import Pool
-from multiprocess.test_exactness_pipelines import BAR, Spread, errors_of, reranked
+from multiprocess.test_exactness_pipelines import reranked
 from multiprocess.work import PipelineOf, StageOf, cluster_of, staged_plan
 
 MODELS = ("gpt", "weighted", "llama", "gpt2", "bert", *BRANCHED)
@@ -20,13 +21,6 @@ MODELS = ("gpt", "weighted", "llama", "gpt2", "bert", *BRANCHED)
 
 def spread(world: int, *pipelines: PipelineOf, schedule: str = "1F1B") -> Spread:
     return Spread(world=world, schedule=schedule, pipelines=pipelines)
-
-
-def require_exact(pool: Pool, name: str, given_spread: Spread) -> None:
-    graph = captured(name)
-    found = pool.run(given_spread.world, errors_of, graph, given_spread, timeout_s=30.0)
-    errors = [error for of_rank in found for error in of_rank]
-    assert max(value for _, value in errors) <= BAR, sorted(errors, key=lambda e: -e[1])[:3]
 
 
 @pytest.mark.parametrize("name", MODELS)

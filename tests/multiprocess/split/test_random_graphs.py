@@ -24,12 +24,12 @@ from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Exchange, Plan
 from heterodyne.plan.sharded_stage import shard_stage
 from heterodyne.runtime.comm.communicator import Communicator
-from heterodyne.runtime.exact.verify import compare, one_device_gradients
 from heterodyne.runtime.worker import Worker
+from multiprocess.exactness import BAR, SEED, Errors, compared
+from multiprocess.models import Case
 from multiprocess.pool import Pool, World
 from multiprocess.split.random_graphs import Program, Value, Written, captured_program, program
-from multiprocess.test_exactness_pipelines import BAR, SEED, STEP, with_box
-from multiprocess.work import PipelineOf, StageOf, cluster_of, copied, staged_plan
+from multiprocess.work import PipelineOf, StageOf, cluster_of, staged_plan
 from pure.graph.sharding.consistency import inconsistencies
 
 GRAPHS = int(os.environ.get("HETERODYNE_RANDOM_GRAPHS", "3"))
@@ -81,7 +81,7 @@ def plan_of(graph: ModelGraph, way: Lie) -> Plan:
     return plan.model_copy(update={"pipelines": (pipeline.model_copy(update={"stages": (priced,)}),)})
 
 
-def errors_of(world: World, written: Program, ways: list[Lie]) -> list[float]:
+def errors_of(world: World, written: Program, ways: list[Lie]) -> list[Errors]:
     """One step for each way to lie against one device: the largest errors over all that this rank holds."""
     warnings.simplefilter("ignore")  # ops that chance has chosen may warn
     captured = captured_program(written)
@@ -103,32 +103,9 @@ def errors_of(world: World, written: Program, ways: list[Lie]) -> list[float]:
                 stage_programs=StageCutter(captured, module),
             )
             batch = written.batch(sum(way.sizes))
-            loss, gradients = worker.gradients(batch, STEP)
-            gradients = copied(gradients)
-            holds = {name for name in worker.ownership.owners if worker.ownership.holds(world.rank, name)}
-            boxes = {name: worker.ownership.box(world.rank, name) for name in holds}
+            alone = Case(module=Written(written).train(), graph=graph, batch=batch)
             # Of a part in which nothing is, there is no gradient.
-            held = {name for name, box in boxes.items() if all(cut.first < cut.stop for cut in box)}
-            placement = worker.placement
-            worker.close()
-            expected_loss, expected = one_device_gradients(
-                Written(written).train(),
-                batch,
-                graph=graph,
-                placement=placement,
-                device=device,
-                precision="fp32",
-                loss_count=captured.loss_count,
-                seed=SEED,
-                step=STEP,
-            )
-            mine = {
-                name: with_box(expected.get(name), boxes[name], part)
-                for name, part in gradients.items()
-                if name in held
-            }
-            of_mine = {name: gradient for name, gradient in expected.items() if name in held}
-            found.append(compare(loss, mine, expected_loss, of_mine).largest)
+            found.append(compared(world, worker, batch, alone, captured.loss_count, empty_parts=False)[0])
     return found
 
 
@@ -178,7 +155,7 @@ def require_exact(pool: Pool, written: Program, ways: list[Lie]) -> None:
         assert not inconsistencies(sharding, graph, stage_ops(graph, 0, len(graph.ops))), f"{way}\n{written}"
     errors = pool.run(len(ways[0].shares), errors_of, written, ways)
     for way, *of_ranks in zip(ways, *errors, strict=True):
-        assert all(error <= BAR for error in of_ranks), f"{of_ranks}\n{way}\n{written}"
+        assert all(error <= BAR for of_rank in of_ranks for _, error in of_rank), f"{of_ranks}\n{way}\n{written}"
 
 
 def _runs(lie: Lie, graph: ModelGraph) -> bool:
