@@ -240,3 +240,15 @@ def test_compiled_stages_give_the_gradients_of_one_device(pool: Pool) -> None:
     stages = (StageOf(border, (0,), (1,), ()), StageOf(len(graph.ops), (1,), (1,), (len(graph.blocks) - 2,)))
     spread = Spread(2, "1F1B", (PipelineOf((2, 2, 1), stages),), compiled=True)
     require_exact(pool, "sum", spread, job=errors_of_compiled)
+
+
+def test_a_pipeline_without_samples_shares_the_parameters_of_a_deeper_one(pool: Pool) -> None:
+    """Its ranks have room for two buckets of gradients: in another order than the deeper pipeline comes to its gathers, they would hold one
+    up that the others wait for behind messages."""
+
+    def stage(stop: int, rank: int, state: int) -> StageOf:
+        return StageOf(stop=stop, ranks=(rank,), shares=(1,), state=(state,))
+
+    deep = PipelineOf((3, 3, 1, 1, 1), (stage(16, 1, 3), stage(24, 1, 3), stage(83, 0, 3), stage(94, 3, 3)))
+    none = PipelineOf((), (stage(74, 2, 3), stage(94, 4, 0)))
+    require_exact(pool, "bert", Spread(world=5, schedule="1F1B", pipelines=(deep, none), bucket_bytes=1, zero=3))

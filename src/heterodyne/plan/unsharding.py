@@ -61,6 +61,8 @@ def with_unsharding(ranks: Sequence[Passes | None], *, ahead: bool = False) -> t
         made.append(() if rank is None else _placed(rank, agreed) if rank.actions else _reductions(rank))
     try:
         order = [action for action, _ in collective_order(Program(ranks=tuple(made)))]
+        if ahead:  # of two that any order would do for, a rank without passes starts first what all others begin with
+            order.sort(key=lambda action: action.kind == "SCATTER")
     except PlanError:
         if ahead:
             raise

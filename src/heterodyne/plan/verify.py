@@ -14,6 +14,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import count, pairwise, takewhile
 
 from heterodyne.errors import PlanError
+from heterodyne.plan.buckets import BUCKETS_UNDER_WAY
 from heterodyne.plan.program import COLLECTIVES, REDUCTIONS, Action, ActionKind, Program
 from heterodyne.plan.traffic import RankSpec
 
@@ -203,7 +204,7 @@ def _blocked(program: Program, specs: Sequence[RankSpec | None]) -> list[str]:
             holders.setdefault((spec.pipeline, stage), []).append(rank)  # type: ignore[union-attr]  # the loop is empty for None
     owners: dict[int, list[int]] = {}  # of parameters that are sharded, by bucket: ranks
     for rank, spec in enumerate(specs):
-        for bucket in spec.buckets if spec is not None and spec.zero > 2 else ():
+        for bucket in spec.buckets if spec is not None and spec.zero > 1 else ():
             owners.setdefault(bucket, []).append(rank)
     done: list[set[Action]] = [set() for _ in program.ranks]
     reached = [0] * len(program.ranks)
@@ -251,6 +252,13 @@ def _awaited(
     if spec.zero > 2 and action.kind == "RESHARD":  # it waits for what it lets go of
         gather = Action(action.stage, "UNSHARD", action.index)
         return [(rank, gather) for rank in owners.get(action.index or 0, ()) if gather not in done[rank]]
+    if spec.zero > 1 and action.kind == "SCATTER" and action.index in spec.buckets:
+        place = spec.buckets.index(action.index)
+        over = spec.buckets[
+            max(0, place - BUCKETS_UNDER_WAY) : max(0, place - BUCKETS_UNDER_WAY + 1)
+        ]  # more have no room
+        scatters = [(bucket, Action(0, "SCATTER", bucket)) for bucket in over]
+        return [(r, scatter) for bucket, scatter in scatters for r in owners.get(bucket, ()) if scatter not in done[r]]
     if action.kind not in ("RECV_F", "RECV_B"):
         return []
     forward = action.kind == "RECV_F"
