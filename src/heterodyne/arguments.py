@@ -14,6 +14,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any, Final, Literal, ParamSpec, TypeAlias, TypeVar, get_args, get_origin
 
 from heterodyne.errors import HeterodyneError
@@ -28,6 +29,7 @@ Check: TypeAlias = Callable[[Any], str | None]
 
 _MOST: Final = 2**31 - 1
 _SHOWN: Final = 100
+_LOSS_OPTIONS: Final = "heterodyne.api.options.LossOptions"
 
 
 def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
@@ -40,7 +42,13 @@ def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        given = signature.bind(*args, **kwargs).arguments
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            taken = [name for name in signature.parameters if name not in ("self", "cls")]
+            near = get_close_matches(str(error).rpartition(" ")[2].strip("'"), taken, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{called}() {error}{hint} It takes {', '.join(taken)}") from None
         wrong = [fault for name, value in given.items() for fault in _faults(function, signature, name, value)]
         if wrong:
             raise HeterodyneError("\n  ".join([f"{called} cannot take these arguments:", *wrong]))
@@ -109,11 +117,13 @@ def _whole(least: int, most: int = _MOST, words: str = "a whole number") -> Chec
 
 
 def _number(words: str, most: float = math.inf) -> Check:
-    def test(value: Any) -> bool:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return number and 0 <= value <= min(most, 1e300)
+    return _unless(
+        lambda value: _is_number(value) and 0 <= value <= min(most, 1e300), f"{words}: finite, and not negative"
+    )
 
-    return _unless(test, f"{words}: finite, and not negative")
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _or_auto(check: Check) -> Check:
@@ -152,7 +162,7 @@ def _optimizer(value: Any) -> str | None:
 
 
 def _loss(value: Any) -> str | None:
-    if _is_a(value, "heterodyne.api.options.LossOptions"):
+    if _is_a(value, _LOSS_OPTIONS):
         return None
     if isinstance(value, type):
         return f"; make one of it: loss={value.__name__}()"
@@ -267,14 +277,14 @@ _TABLE: Final[Mapping[str, Check]] = {
     "extra": _names_to("a mapping from names to what shall be kept"),
     "flush_s": _number("seconds"),
     "global_batch_size": _LENGTH,
-    "function": _loss,
+    "function": lambda value: ", which is for loss=; here it is a function" if _is_a(value, _LOSS_OPTIONS) else _loss(value),
     "graph": _a("a ModelGraph, as capture returns it", "heterodyne.graph.ir.ModelGraph"),
     "keep": _whole(1),
     "lengths": _lengths,
     "limit_s": _number("seconds"),
     "loss": _loss,
     "loss_count": _loss_count,
-    "measure_s": _or_auto(_number("seconds, or 'auto'")),
+    "measure_s": _or_auto(_unless(lambda value: _is_number(value) and 0 < value <= 1e300, "seconds, more than 0, or 'auto'")),
     "metrics": _metrics,
     "micro_batch_sizes": _micro_batch_sizes,
     "model": _MODULE,

@@ -98,7 +98,7 @@ def test_what_distribute_does_can_be_done_by_itself(tmp_path: Path) -> None:
     assert plan.predicted is not None
     first, second = (max(event.end_s for event in timeline.events if event.step == step) for step in (0, 1))
     assert second - first == pytest.approx(plan.predicted.step_s)
-    with pytest.raises(HeterodyneError, match="strategy='quickest' is none of auto"):
+    with pytest.raises(HeterodyneError, match="strategy is 'quickest', not one of auto"):
         hd.find_plan(graph, session.cluster, profile, global_batch_size=6, strategy="quickest")  # type: ignore[arg-type]
     with pytest.raises(HeterodyneError, match="cluster is None; it is a Cluster"):
         hd.find_plan(graph, None, profile, global_batch_size=6)  # type: ignore[arg-type]

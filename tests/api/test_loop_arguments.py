@@ -74,7 +74,7 @@ def test_a_rate_is_constant_unless_it_is_known_how_long_its_schedule_is() -> Non
     assert chosen_optimizer(OptimizerSection(lr=1.0), None) == OptimizerSection(lr=1.0, schedule="constant")
     assert chosen_optimizer(OptimizerSection(lr=1.0), 10) == OptimizerSection(lr=1.0)
     for fields in ({"schedule": "cosine"}, {"min_lr_ratio": 0.5}):
-        with pytest.raises(HeterodyneError, match="how long the schedule is: pass total_steps="):
+        with pytest.raises(HeterodyneError, match="the length of the schedule: pass total_steps="):
             chosen_optimizer(OptimizerSection.model_validate(fields), None)
 
 

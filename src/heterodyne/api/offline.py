@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
-from heterodyne.arguments import checked_arguments
+from heterodyne.arguments import checked_arguments, described
 from heterodyne.cluster.profile import Profile
 from heterodyne.cluster.spec import Cluster
 from heterodyne.cost.model import CostModel
@@ -36,27 +36,28 @@ def find_plan(
     *,
     global_batch_size: int,
     strategy: Strategy = "auto",
-    micro_batch_sizes: Sequence[int] | None = None,
+    micro_batch_sizes: Sequence[int] | Literal["auto"] = "auto",
     optimizer: OptimizerSection | None = None,
 ) -> Plan:
     """Return the fastest plan by prediction for a model on measured devices, or the fastest of one kind of plan.
 
     Args:
         graph, profile: of `capture` and `measure_model`; the precision is that of the profile.
-        strategy: as ``plan=`` of `distribute`.
-        micro_batch_sizes: None: those that were measured.
+        strategy: the name of one, as in ``plan=`` of `distribute`.
+        micro_batch_sizes: ``auto``: those that were measured.
+        optimizer: what its state takes; None: an AdamW.
 
     Raises InfeasibleError if no plan fits, with what each device lacks, or MeasureError if the profile is of other devices.
     """
-    if strategy not in get_args(Strategy):
-        raise HeterodyneError(f"strategy={strategy!r} is none of {', '.join(get_args(Strategy))}")
-    section = optimizer or OptimizerSection()
+    if not isinstance(strategy, str) or strategy not in get_args(Strategy):
+        raise HeterodyneError(f"strategy is {described(strategy)}, not one of {', '.join(get_args(Strategy))}")
+    section = _section(optimizer)
     return search_plan(
         graph,
         cluster,
         profile,
         global_batch_size=global_batch_size,
-        micro_batch_sizes=micro_batch_sizes,
+        micro_batch_sizes=None if micro_batch_sizes == "auto" else micro_batch_sizes,
         optimizer=section.name,
         momentum=section.momentum,
         precision=_measured_precision(cluster, profile),
@@ -83,7 +84,7 @@ def simulate_plan(
     bound = bind(plan if isinstance(plan, Plan) else Plan.load(plan), graph, cluster)
     require_valid(bound, graph, cluster)
     profile.require({device.id: precision_of(bound.precision, device.kind) for device in cluster.devices})
-    simulation, _ = played(bound, graph, cluster, profile, optimizer or OptimizerSection())
+    simulation, _ = played(bound, graph, cluster, profile, _section(optimizer))
     require_fitting(simulation, bound, cluster)
     return simulation.timeline([device.id for device in cluster.devices])
 
@@ -110,6 +111,15 @@ def require_fitting(simulation: Simulation, plan: Plan, cluster: Cluster) -> Non
             + "\nTake smaller micro-batches or a schedule that holds fewer of "
             "them, recompute blocks of the stage, or give it fewer ops"
         )
+
+
+def _section(optimizer: OptimizerSection | None) -> OptimizerSection:
+    """Raises HeterodyneError for an optimizer that is not told by its options."""
+    if optimizer is not None and not isinstance(optimizer, OptimizerSection):
+        raise HeterodyneError(
+            f"optimizer is {described(optimizer)}: here it is OptimizerSection(name='adamw', ...), by which its state is known"
+        )
+    return optimizer or OptimizerSection()
 
 
 def _measured_precision(cluster: Cluster, profile: Profile) -> Precisions:

@@ -165,6 +165,6 @@ def chosen_optimizer(optimizer: AnyOptimizer | None, total_steps: int | None) ->
     asked = sorted(_SCHEDULE & section.model_fields_set)
     if asked:
         raise HeterodyneError(
-            f"the optimizer's {' and '.join(asked)} need to know how long the schedule is: pass total_steps=, or schedule='constant'"
+            f"the optimizer's {' and '.join(asked)} cannot be without the length of the schedule: pass total_steps=, or schedule='constant'"
         )
     return section.model_copy(update={"schedule": "constant"})

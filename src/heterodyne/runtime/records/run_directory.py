@@ -88,11 +88,12 @@ class RunDirectory:
             taken = next(path.iterdir(), None)
         except OSError as error:
             raise HeterodyneError(
-                f"the run directory {path} cannot be made ({error.strerror}); choose another (--run-dir, run_dir)"
+                f"the run directory {path} cannot be made ({error.strerror}); choose another (--run-dir; run= in a loop)"
             ) from error
         if taken is not None:
             raise HeterodyneError(
-                f"{path} is not empty (it holds {taken.name}): continue the run in it with --resume, or choose another --run-dir"
+                f"{path} is not empty (it holds {taken.name}): continue the run in it with --resume (resume=True in a loop), or choose "
+                "another --run-dir"
             )
         return cls(path)
 
@@ -109,7 +110,7 @@ class RunDirectory:
                 continue
             except OSError as error:
                 raise HeterodyneError(
-                    f"the run directory {path} cannot be made ({error.strerror}); choose another (--run-dir, run_dir)"
+                    f"the run directory {path} cannot be made ({error.strerror}); choose another (--run-dir; run= in a loop)"
                 ) from error
             return cls(path)
         raise AssertionError("there is always another number")

@@ -134,7 +134,7 @@ class Trackers:
             return None
         try:
             return float(value)
-        except (TypeError, ValueError, RuntimeError):  # a tensor of several elements raises the last
+        except (TypeError, ValueError, RuntimeError, OverflowError):  # a tensor of several elements raises the last
             if name not in self._odd:
                 self._odd.add(name)
                 self._say(f"warning: trackers take numbers, and {name!r} is a {type(value).__name__}: it is left out")
