@@ -28,8 +28,12 @@ from heterodyne.search.fit import Fit, nothing_fits
 from heterodyne.search.host_room import lacking_on_hosts
 from heterodyne.search.planned import Candidate, Planned, Rehearsed, identity, serves
 from heterodyne.search.predict import compute_seconds, own_rates, predict
+from heterodyne.units import counted
 
 __all__ = ["plan"]
+
+_MOST_MICRO_BATCHES = 2**16
+"""Of a device in a step. A program lists each, and searching takes seconds for so many."""
 
 
 def plan(
@@ -67,12 +71,19 @@ def plan(
     sizes = profile.micro_batch_sizes if micro_batch_sizes is None else micro_batch_sizes
     if global_batch_size < 1 or not sizes or min(sizes) < 1:
         raise ValueError(f"batch {global_batch_size} and micro-batches {tuple(sizes)} must be positive")
+    listed = [size for size in sizes if global_batch_size <= _MOST_MICRO_BATCHES * size * len(cluster.devices)]
+    if not listed:
+        raise InfeasibleError(
+            f"a global batch of {global_batch_size:,} samples in micro-batches of at most {max(sizes):,} is more than "
+            f"{_MOST_MICRO_BATCHES:,} for each of {counted(len(cluster.devices), 'device')}, and a step lists every one: take a smaller "
+            "batch, or let larger micro-batches be measured"
+        )
     recipe = Recipe(optimizer=optimizer, momentum=momentum, precision=precision, clip=clip)
     families = Families(
         model=_believed(graph, cluster, profile, recipe, bucket_bytes, memory),
         able=able or Capabilities(graph),
         samples=global_batch_size,
-        sizes=tuple(sorted({min(size, global_batch_size) for size in sizes})),
+        sizes=tuple(sorted({min(size, global_batch_size) for size in listed})),
         strategy=strategy,
         near=near,
     )

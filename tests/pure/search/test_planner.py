@@ -262,6 +262,8 @@ def test_numbers_that_mean_nothing_are_refused() -> None:
     for batch, sizes in ((0, (1,)), (4, ()), (4, (0,))):
         with pytest.raises(ValueError, match="must be positive"):
             plan(MODEL, machines, measured, global_batch_size=batch, micro_batch_sizes=sizes)
+    with pytest.raises(InfeasibleError, match="is more than 65,536 for each of 1 device"):
+        plan(MODEL, machines, measured, global_batch_size=10**9, micro_batch_sizes=(1, 2))
 
 
 def test_a_large_cluster_is_planned_with_a_bounded_number_of_candidates() -> None:
