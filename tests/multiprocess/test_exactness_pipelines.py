@@ -249,6 +249,11 @@ def test_a_pipeline_without_samples_shares_the_parameters_of_a_deeper_one(pool: 
     def stage(stop: int, rank: int, state: int) -> StageOf:
         return StageOf(stop=stop, ranks=(rank,), shares=(1,), state=(state,))
 
-    deep = PipelineOf((3, 3, 1, 1, 1), (stage(16, 1, 3), stage(24, 1, 3), stage(83, 0, 3), stage(94, 3, 3)))
+    order = (
+        "0F0 1F0 0F1 1F1 1I0 0F2 0I0 1F2 1I1 0F3 1I2 1F3 0I1 0F4 1I3 1F4 0I2 0I3 1I4 0I4 0W0 1W0 0W1 1W1 0W2 1W2 0W3 1W3 0W4 1W4",
+        *(" ".join(f"{number}{kind}{index}" for index in range(5) for kind in "FIW") for number in (2, 3)),
+    )
+    stages = (stage(16, 1, 3), stage(24, 1, 3), stage(83, 0, 3), stage(94, 3, 3))
+    deep = PipelineOf((3, 3, 1, 1, 1), stages, order)
     none = PipelineOf((), (stage(74, 2, 3), stage(94, 4, 0)))
     require_exact(pool, "bert", Spread(world=5, schedule="1F1B", pipelines=(deep, none), bucket_bytes=1, zero=3))
