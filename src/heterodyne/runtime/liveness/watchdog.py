@@ -280,6 +280,7 @@ class Watchdog:
             if self._failure is None:
                 self._pulse_store.set(_LEFT, str(self._rank))
                 self._pulse_store.set(f"heartbeat/{self._rank}", self._report(self._heartbeat(left=True)).dump())
+                self._pulse_store.get(_LEFT)  # a set is not answered: what is on its way may be lost with this process
         except (RuntimeError, ValueError) as error:  # what torch raises for a connection that is gone
             if not self._left.is_set():
                 self._decide(self._store_is_gone(f"cannot be reached any more ({str(error).splitlines()[0][:120]})"))
