@@ -31,7 +31,7 @@ test: setup
 	$(BIN)/python -m pytest $(ALONE) < /dev/null || status=1; \
 	exit $$status
 
-# A test for each law and each room, those with the mark `tour`, in 15 s of CPU time at most.
+# A test for each law and each room, those with the mark `tour`, in about 10 s of CPU time.
 tour: setup
 	@$(BIN)/python tests/tour.py < /dev/null
 

@@ -1,4 +1,4 @@
-"""A test for each law and each room, in one process. The exit status is 1 if they take more than 15 s of CPU time."""
+"""A test for each law and each room, in one process. The exit status is 1 if they take more than 30 s of CPU time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-MOST_S = 15.0
+MOST_S = 30.0  # it takes about 10 s of a quiet machine; CPU time too is longer where others compute
 
 
 def main() -> int:
