@@ -48,7 +48,7 @@ def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
             taken = [name for name in signature.parameters if name not in ("self", "cls")]
             near = get_close_matches(str(error).rpartition(" ")[2].strip("'"), taken, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"{called}() {error}{hint} It takes {', '.join(taken)}") from None
+            raise TypeError(f"{called}() {error}{hint or '.'} It takes {', '.join(taken)}") from None
         wrong = [fault for name, value in given.items() for fault in _faults(function, signature, name, value)]
         if wrong:
             raise HeterodyneError("\n  ".join([f"{called} cannot take these arguments:", *wrong]))

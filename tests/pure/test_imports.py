@@ -18,6 +18,7 @@ THINKING = (
     "sim",
     "predictor",
     "search",
+    "api.offline",
 )
 
 PROGRAM = """

@@ -73,7 +73,7 @@ def test_the_end_of_a_collective_is_not_after_waiting_for_it() -> None:
     assert pending.ended == waited
 
 
-def test_what_actions_of_some_kinds_have_computed_is_that_of_the_latest_step() -> None:
+def test_what_actions_of_some_kinds_have_computed_is_that_of_the_step_before_the_latest() -> None:
     recorder = Recorder(rank=0, device=torch.device("cpu"))
     for step in range(2):
         recorder.begin()
@@ -83,6 +83,6 @@ def test_what_actions_of_some_kinds_have_computed_is_that_of_the_latest_step() -
         with recorder.during(Action(0, "F", 1), "comm"):
             pass
         recorder.end(step)
-    of_passes = [e.seconds for e in recorder.events() if e.step == 1 and e.lane == "compute" and e.kind in "FB"]
+    of_passes = [e.seconds for e in recorder.events() if e.step == 0 and e.lane == "compute" and e.kind in "FB"]
     assert len(of_passes) == 2
     assert recorder.computed_s(("F", "B")) == pytest.approx(sum(of_passes), abs=1e-6)

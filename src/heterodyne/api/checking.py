@@ -82,7 +82,7 @@ def check_everywhere(session: Session, captured: Captured, whole: WholeModel, *,
 def require_exact(settings: Settings, graph: ModelGraph, given: Plan | None) -> None:
     """Raise PlanError where what is asked for does not go with the optimizer, VerifyError where it is refused by what the check has found.
 
-    Other faults of a plan are told when it is lowered, and why no plan of a strategy runs by the search.
+    `lower` reports the other faults of a plan; the search reports why a strategy has no plan.
     """
     strategy = settings.parallelism.strategy
     if given is not None:

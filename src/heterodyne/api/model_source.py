@@ -1,4 +1,4 @@
-"""The model as it comes to the public functions: with its loss, an example batch and its optimizer, and what planning needs of them."""
+"""The model that public functions are given, with its loss, example batch and optimizer, and what planning needs of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from heterodyne.api.loop.model_with_loss import LossFunction, names_of, with_los
 from heterodyne.api.loop.remade_optimizer import remade
 from heterodyne.api.loop.whole import copies_of, whole_model
 from heterodyne.api.optimizer_reach import reach_everywhere, reach_of_section
-from heterodyne.api.options import AnyOptimizer, LossOptions, PlanOptions, chosen_optimizer, wanted_plan, with_options
+from heterodyne.api.options import AnyOptimizer, LossOptions, PlanOptions, chosen_optimizer, loss_options, wanted_plan
 from heterodyne.api.precision import Asked, resolved
 from heterodyne.api.session import Session
 from heterodyne.api.settings import Settings
@@ -72,15 +72,20 @@ class ModelSource:
         plan: PlanOptions | Plan | Path | str,
         total_steps: int | None = None,
     ) -> ModelSource:
-        """Raises HeterodyneError for arguments that do not go together, DataError for what is no batch."""
-        told = with_options(loss)
+        """Return the source that these arguments describe.
+
+        Raises HeterodyneError for arguments that do not go together, DataError for an example that is no batch.
+        """
+        of_loss = loss_options(loss)
         chosen = chosen_optimizer(optimizer, total_steps)
-        options, strategy, given = wanted_plan(plan)
+        plan_options, strategy, given = wanted_plan(plan)
         inside = uncompiled(model)
-        format = batch_format(inside, example_batch, has_loss=told.function is not None)
+        format = batch_format(inside, example_batch, has_loss=of_loss.function is not None)
         example, size = _example(format.named(example_batch))
         module = (
-            inside if told.function is None else with_loss(inside, told.function, format, example, withheld=told.only)
+            inside
+            if of_loss.function is None
+            else with_loss(inside, of_loss.function, format, example, withheld=of_loss.only)
         )
         return cls(
             model=inside,
@@ -89,11 +94,11 @@ class ModelSource:
             format=format,
             example=example,
             size=size,
-            loss=told,
+            loss=of_loss,
             shared=shared,
             optimizer=chosen,
             total_steps=total_steps,
-            options=options,
+            options=plan_options,
             strategy=strategy,
             given=given,
         )

@@ -27,8 +27,8 @@ __all__ = [
     "PlanOptions",
     "RunOptions",
     "chosen_optimizer",
+    "loss_options",
     "wanted_plan",
-    "with_options",
 ]
 
 AnyOptimizer: TypeAlias = Optimizer | OptimizerFactory | OptimizerSection
@@ -132,7 +132,8 @@ class RunOptions:
             raise HeterodyneError("\n  ".join(["RunOptions cannot take these arguments:", *wrong]))
 
 
-def with_options(loss: LossFunction | LossOptions | None) -> LossOptions:
+def loss_options(loss: LossFunction | LossOptions | None) -> LossOptions:
+    """Return the options of a loss, which may be given as a function alone."""
     return loss if isinstance(loss, LossOptions) else LossOptions(loss)
 
 

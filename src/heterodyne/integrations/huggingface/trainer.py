@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, has_length
 
 from heterodyne.api import Distributed, distribute
-from heterodyne.api.options import with_options
+from heterodyne.api.options import loss_options
 from heterodyne.api.session import LONGEST_PHASE_S
 from heterodyne.errors import CheckpointError, DataError, HeterodyneError
 from heterodyne.integrations.first_batch import first_batch, resumed
@@ -225,7 +225,7 @@ class HeterodyneTrainer(Trainer):
         return {**inputs} if items is None else {**inputs, _ITEMS: torch.as_tensor(items)}
 
     def _distribute(self, batch: Mapping[str, Any]) -> Distributed:
-        args, model, told = self.args, cast(Any, self.model), with_options(self._distribution.get("loss"))
+        args, model, told = self.args, cast(Any, self.model), loss_options(self._distribution.get("loss"))
         loss = told.function or self._loss()
         withheld = ("labels",) if self.model_accepts_loss_kwargs else ("labels", _ITEMS)
         kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(args, model)

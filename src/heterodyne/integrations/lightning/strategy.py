@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from heterodyne.api import Distributed, distribute
 from heterodyne.api.loop.remade_optimizer import by_name, by_number, follow, remade
-from heterodyne.api.options import LossOptions, with_options
+from heterodyne.api.options import LossOptions, loss_options
 from heterodyne.api.session import LONGEST_PHASE_S, Session, open_session
 from heterodyne.errors import CheckpointError
 from heterodyne.integrations.lightning.accumulation import joined, require_mean
@@ -189,7 +189,7 @@ class PlanStrategy(Strategy):
             return self._distributed, self._step
         module: Any = self.lightning_module
         step = self._step = TrainingStep(module, form, self._trainer, more)
-        script, count = self.optimizers[0], with_options(self._distribution.get("loss")).loss_count
+        script, count = self.optimizers[0], loss_options(self._distribution.get("loss")).loss_count
         names = {id(parameter): name for name, parameter in step.named_parameters()}
         self._groups = [[names[id(p)] for p in group["params"]] for group in script.param_groups]
         with unchanged_random_state():

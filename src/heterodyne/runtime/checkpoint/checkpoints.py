@@ -165,7 +165,7 @@ class Checkpoints:
                 files={name: file for written in files for name, file in written.items()},
             )
             whole = merged([decoded(part) for part, _ in parts])
-            return self._ranks.on_rank0(lambda: self._finish(partial, manifest, encoded(whole), plan))
+            return self._ranks.on_rank0(lambda: self._finish(partial, manifest, whole, plan))
         except CheckpointError:
             if self._ranks.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -184,16 +184,15 @@ class Checkpoints:
     ) -> Path:
         """Make a checkpoint of files in a folder that ranks have written, each its own part (`own_part`). On one rank.
 
-        Raises ValueError if parts are missing, CheckpointError or OSError if it cannot be written.
+        Raises CheckpointError if parts are missing, CheckpointError or OSError if it cannot be written.
         """
-        require_whole(skeleton)
         partial = self._begin(step)
         for name in files:
             (folder / name).rename(partial / name)
         manifest = Manifest(
             step=step, identity=dict(identity), world_size=world_size, torch=torch.__version__, files=dict(files)
         )
-        return self._finish(partial, manifest, encoded(skeleton), plan)
+        return self._finish(partial, manifest, skeleton, plan)
 
     def prune(self) -> None:
         """Let go of the oldest ones, now that the newest has shown that it is good."""
@@ -309,13 +308,14 @@ class Checkpoints:
             ) from error
 
     def _finish(self, partial: Path, manifest: Manifest, skeleton: Any, plan: str) -> Path:
+        require_whole(skeleton)
         final = self.directory / f"step-{manifest.step}"
         try:
             with (partial / PLAN).open("w", encoding="utf-8") as file:
                 file.write(plan)
                 file.flush()
                 os.fsync(file.fileno())
-            write_json(partial / _SKELETON, skeleton)
+            write_json(partial / _SKELETON, encoded(skeleton))
             own = {name: record(partial / name) for name in (PLAN, _SKELETON)}
             manifest.model_copy(update={"files": {**manifest.files, **own}}).save(partial)
             _sync(partial)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from heterodyne.errors import CheckpointError
 from heterodyne.plan.boxes import numel
 from heterodyne.runtime.weights.pieces import Piece, Pieces, Place, joined
 
@@ -102,14 +103,14 @@ def graft(skeleton: Any, tensors: dict[str, Tensor], *, without: Collection[str]
 
 
 def require_whole(skeleton: Any, path: str = "state") -> None:
-    """Raise ValueError, with the path, for a tensor of which pieces are missing."""
+    """Raise CheckpointError, with the path, for a tensor of which pieces are missing."""
     if isinstance(skeleton, dict):
         for key, item in skeleton.items():
             require_whole(item, f"{path}/{key}")
     elif isinstance(skeleton, Cut):
         there = sum(_elements(place, skeleton.shape) for place in skeleton.places.values())
         if there != prod(skeleton.shape):
-            raise ValueError(f"parts of {path} are missing")
+            raise CheckpointError(f"parts of {path} are missing")
 
 
 def _elements(place: Place, shape: tuple[int, ...]) -> int:

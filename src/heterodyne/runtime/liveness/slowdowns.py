@@ -123,7 +123,7 @@ class Slowdowns:
         self._steps += 1
         if not self._recorder.on or self._communicator.world_size < 2 or self._steps <= WARMING:
             return None
-        passes_s = self._recorder.computed_s(_PASSES, before=1)
+        passes_s = self._recorder.computed_s(_PASSES)
         if len(self._latest) == self._latest.maxlen and len(self._first) < FIRST and not self._known and not look:
             self._first.append(self._latest[0])
         self._latest.append((elements, passes_s))

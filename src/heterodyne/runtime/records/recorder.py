@@ -121,12 +121,12 @@ class Recorder:
         marks = [replace(m, end=m.end.ended) if isinstance(m.end, Work) else m for m in self._marks]
         self._steps.append(_Step(step, marks, self._origin))
 
-    def computed_s(self, kinds: Container[str], *, before: int = 0) -> float:
-        """Return the seconds that actions of these kinds have computed in the latest step, or so many ``before`` it; the host waits for
-        the last of them, which it need not for a step that others have followed."""
-        if len(self._steps) <= before:
+    def computed_s(self, kinds: Container[str]) -> float:
+        """Return the seconds that actions of these kinds have computed in the step before the latest, which a device has ended by now: the
+        host hardly ever waits for it."""
+        if len(self._steps) < 2:
             return 0.0
-        marks = [m for m in self._steps[-1 - before].marks if m.lane == "compute" and m.action.kind in kinds]
+        marks = [m for m in self._steps[-2].marks if m.lane == "compute" and m.action.kind in kinds]
         if marks and isinstance(end := marks[-1].end, torch.Event) and not end.query():
             end.synchronize()
         return sum(max(0.0, _between_s(m.start, m.end)) for m in marks)

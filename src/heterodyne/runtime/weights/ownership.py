@@ -92,14 +92,16 @@ class Ownership:
         return next((ranges[rank] for ranges in self.shards[name].values() if rank in ranges), (0, 0))
 
     def keeper(self, name: str) -> int:
-        """The rank whose value counts; of what is in parts, the one that brings it together for a checkpoint, which is now this, now
-        that."""
+        """Return the rank whose value counts and that writes it into a checkpoint; what is in pieces has a rank for each piece.
+
+        Of weights whose state alone is sharded it is now this owner, now that, so that all have as much to write.
+        """
         owners = self.owners[name]
         return owners[self._place[name] % len(owners)] if name in self._place else owners[0]
 
     @cached_property
     def _place(self) -> Mapping[str, int]:
-        return {name: place for place, name in enumerate(dict.fromkeys((*self.boxes, *self.shards)))}
+        return {name: place for place, name in enumerate(self.shards)}
 
     def parts(self, name: str) -> list[tuple[Box, int]]:
         """The boxes that together are all of it, each once, with the rank whose values count."""
