@@ -165,11 +165,11 @@ def _before(folder: Path) -> Iterator[Call]:
     yield Call(
         name="PlanOptions", run=hd.PlanOptions, good={},
         takes={
-            "strategy": FILE, "micro_batch_sizes": (str, list), "profile": (nothing,), "measure_s": NUMBER, "rehearsal_s": NUMBER,
+            "plan": FILE, "micro_batch_sizes": (str, list), "profile": (nothing,), "measure_s": NUMBER, "rehearsal_s": NUMBER,
             "check_s": NUMBER,
         },
         wrong=(
-            *((name, float("nan")) for name in ("measure_s", "rehearsal_s", "check_s")), ("strategy", ""), ("strategy", "\0"),
+            *((name, float("nan")) for name in ("measure_s", "rehearsal_s", "check_s")), ("plan", ""), ("plan", "\0"),
             *(("micro_batch_sizes", value) for value in ((), (0,), [1.5], (True,), "1", (HUGE,), list(range(1, 100)))),
         ),
     )  # fmt: skip

@@ -97,8 +97,8 @@ def errors_page() -> str:
     text = [
         "# Errors",
         "",
-        "Every error that Heterodyne raises on purpose is a `HeterodyneError` of `heterodyne.errors`. Its message says what is wrong, where, and what to do. The "
-        "command line prints it without a traceback and exits with status 2 (79 after an `OutOfMemoryError`). "
+        "Every error that Heterodyne raises on purpose is a `HeterodyneError` of `heterodyne.errors`. Its message says what is wrong, "
+        "where, and what to do. The command line prints it without a traceback and exits with status 2 (79 after an `OutOfMemoryError`). "
         "A traceback is a bug of ours: please report it.",
         "",
         "| error | |",

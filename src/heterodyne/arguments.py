@@ -323,10 +323,6 @@ _TABLE: Final[Mapping[str, Check]] = {
     "state": _STATE,
     "step": _whole(0, 2**53),
     "text": _unless(lambda value: isinstance(value, str), "a text"),
-    "strategy": _unless(
-        lambda value: _is_path(value) or _is_a(value, "heterodyne.plan.plan.Plan"),
-        "a strategy ('auto', 'data', 'pipeline', ...), a Plan, or the path of one",
-    ),
     "tf32": _FLAG,
     "total_steps": _LENGTH,
     "trackers": _unless(lambda value: isinstance(value, tuple | list), "a list of names, or of mappings from a name to its options"),

@@ -45,7 +45,7 @@ def test_an_argument_that_cannot_be_is_told(arguments: dict[str, Any], told: str
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: hd.PlanOptions(3), "strategy is 3; it is a strategy"),  # type: ignore[arg-type]
+        (lambda: hd.PlanOptions(3), "plan is 3; it is a strategy"),  # type: ignore[arg-type]
         (lambda: hd.PlanOptions(micro_batch_sizes=()), r"micro_batch_sizes is \(\)"),
         (lambda: hd.PlanOptions(micro_batch_sizes=(1, 2.5)), "whole numbers from 1 on"),  # type: ignore[arg-type]
         (lambda: hd.LossOptions(only=("labels",)), "names what only a loss outside of the model reads: pass that too"),

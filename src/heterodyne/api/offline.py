@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from heterodyne.arguments import checked_arguments, described
 from heterodyne.cluster.profile import Profile
@@ -49,8 +49,6 @@ def find_plan(
 
     Raises InfeasibleError if no plan fits, with what each device lacks, or MeasureError if the profile is of other devices.
     """
-    if not isinstance(strategy, str) or strategy not in get_args(Strategy):
-        raise HeterodyneError(f"strategy is {described(strategy)}, not one of {', '.join(get_args(Strategy))}")
     section = _section(optimizer)
     return search_plan(
         graph,

@@ -66,7 +66,7 @@ class PlanOptions:
     """How a plan is found.
 
     Args:
-        strategy: as ``plan=`` of `distribute`: the name of one, a Plan, or the path of one.
+        plan: as ``plan=`` of `distribute`: the name of a strategy, a Plan, or the path of one.
         micro_batch_sizes: the sizes that are measured and tried; ``auto``: 1, 2, 4, and so on, while larger ones are faster on any device.
         measure_s: about the seconds that measuring may take; ``auto``: a quarter of ``total_steps``, from 10 to 60 s.
         rehearsal_s: those in which the plans that are predicted to be nearly the fastest are run; 0 to believe the prediction; ``auto``: a
@@ -76,13 +76,19 @@ class PlanOptions:
         profile: what was measured before; None: measured now, or taken from the cache where it still holds.
     """
 
-    strategy: Plan | Path | str = "auto"
+    plan: Plan | Path | str = "auto"
     _: KW_ONLY
     micro_batch_sizes: Sequence[int] | Literal["auto"] = "auto"
     measure_s: float | Literal["auto"] = "auto"
     rehearsal_s: float | Literal["auto"] = "auto"
     check_s: float = 10.0
     profile: Profile | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.plan, PlanOptions):
+            raise HeterodyneError(
+                "PlanOptions are given for plan= of distribute; their own plan is a strategy, a Plan, or the path of one"
+            )
 
     def section(self, strategy: Strategy) -> ParallelismSection:
         """Return the same as a job says it, for a strategy by name."""
@@ -143,7 +149,7 @@ def wanted_plan(plan: PlanOptions | Plan | Path | str) -> tuple[PlanOptions, Str
     Raises HeterodyneError for a name that is neither a strategy nor a file, PlanError for a file that holds no plan.
     """
     options = plan if isinstance(plan, PlanOptions) else PlanOptions(plan)
-    chosen = options.strategy
+    chosen = options.plan
     if isinstance(chosen, Plan):
         return options, "auto", chosen
     if chosen in get_args(Strategy):
