@@ -31,13 +31,13 @@ def counted(world: World, graph: ModelGraph, spread: Spread) -> Counts:
 
 
 @pytest.mark.parametrize("spread", [chain, in_parts])
-def test_a_step_waits_for_its_loss_and_its_norm_only(pool: Pool, spread: Any) -> None:
+def test_a_step_waits_for_its_loss_only(pool: Pool, spread: Any) -> None:
     graph = captured("gpt2")
     micro_batches = len(spread(graph)[1][0].sizes)
     for counts in pool.run(4, counted, graph, spread(graph), devices=(A,) * 4):
-        assert counts.scalar_reads <= 1, "of the norm"
-        assert counts.copies_to_host <= 1, "of the losses"
-        assert counts.synchronisations == 0
+        assert counts.scalar_reads == 0
+        assert counts.copies_to_host == 0
+        assert counts.synchronisations <= 2, "the losses, which the last backward hides; the norm of the step before"
         assert counts.copies_to_device <= 2 * micro_batches, (
             "where a stage in parts cuts the inputs, which come from pinned memory"
         )

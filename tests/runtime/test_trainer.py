@@ -65,6 +65,7 @@ class Result:
     grad_norm: float
     lr: float
     fault: str | None = None
+    late: None = None
     overflow: bool = False
     slower: str | None = None
 

@@ -111,6 +111,7 @@ class Engine:
         self._checkpoints: Checkpoints | None = None  # the latest that were written or read
         self._extra = False  # scripts keep something in checkpoints that nobody else knows
         self._stopping: Callable[[], bool] = lambda: False
+        self._unnoted: Callable[[], None] | None = None  # writes down the last step, once the device has decided it
         self._loss: float | None = None
         self._validation: float | None = None
         self.longest_s: float | None = None
@@ -126,6 +127,7 @@ class Engine:
     @property
     def skips(self) -> bool:
         """Whether the last step was skipped."""
+        self._note_last()
         return bool(self._skipped.in_a_row)
 
     def begin(self) -> None:
@@ -160,15 +162,32 @@ class Engine:
         self.longest_s = max(seconds, self.longest_s or 0.0)
         self._mark()
         self._loss = result.loss
-        if self._ranks.rank == 0 and self._records.run is not None:
-            self._records.step(result, done=self.done, seconds=seconds, memory_bytes=self._peak_memory_bytes())
+        self._note_last()
+        done, memory_bytes = self.done, self._peak_memory_bytes() if self._writes else 0
+        self._unnoted = lambda: self._note(result, done, seconds, memory_bytes)
+        if result.late is None:  # else its norm is there when the next step has its loss
+            self._note_last()
+        return result
+
+    @property
+    def _writes(self) -> bool:
+        return self._ranks.rank == 0 and self._records.run is not None
+
+    def _note_last(self) -> None:
+        note, self._unnoted = self._unnoted, None
+        if note is not None:
+            note()
+
+    def _note(self, result: StepResult, done: int, seconds: float, memory_bytes: int) -> None:
+        """Write down what a step came to. Raises NumericsError if too many in a row were skipped."""
+        if self._writes:
+            self._records.step(result, done=done, seconds=seconds, memory_bytes=memory_bytes)
         try:
-            self._skipped.note(self.done, result.fault, overflow=result.overflow)
+            self._skipped.note(done, result.fault, overflow=result.overflow)
         except NumericsError as error:
             raise self._stopped(error) from error
         if result.fault is None:
             self.prune()
-        return result
 
     def stopping(self, stop: StopRequest) -> bool:
         """Return whether any rank was asked to stop before the last step; they are named then. To be asked once after each step."""
@@ -185,6 +204,7 @@ class Engine:
     def validated(self, loss: float) -> None:
         """Keep the loss of a validation."""
         self.begin()
+        self._note_last()
         self._validation = loss
         if self._ranks.rank == 0:
             self._records.validation(loss, done=self.done)
@@ -196,6 +216,7 @@ class Engine:
         Raises CheckpointError if a rank cannot write, NumericsError if the last step was skipped or the state is not finite.
         """
         with self._phase("writing a checkpoint"):
+            self._note_last()
             try:
                 self._skipped.require_none(self.done)
                 require_finite(self._ranks.gather_or_raise(self._worker.not_finite), self.done)
@@ -238,6 +259,7 @@ class Engine:
 
     def prune(self) -> None:
         """Let go of the oldest checkpoints, where the weights of the newest have given a loss or there are no more steps to do."""
+        self._note_last()
         if self._unproved is not None:
             checkpoints, _ = self._unproved
             self._unproved = None
@@ -252,6 +274,7 @@ class Engine:
                 self._rescue.write()
 
     def outcome(self, *, interrupted: bool) -> Outcome:
+        self._note_last()
         return Outcome(
             steps=self.done,
             loss=self._loss,

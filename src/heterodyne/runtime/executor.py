@@ -22,11 +22,13 @@ from heterodyne.runtime.liveness.failure_detector import BETWEEN_STEPS
 from heterodyne.runtime.liveness.watchdog import Watchdog
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.slices import BatchSource
+from heterodyne.runtime.stages.host_link import Readback
 from heterodyne.runtime.stages.stage_builder import StageRuntime
 from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.gradients import GradientBuckets
 from heterodyne.runtime.weights.loss_scale import LossScale
 from heterodyne.runtime.weights.masters import MasterWeights
+from heterodyne.runtime.weights.optimizer import decides_on_device
 from heterodyne.runtime.weights.outside_moves import OutsideMoves
 from heterodyne.runtime.weights.parameter_groups import set_rate
 from heterodyne.runtime.weights.sharded_parameters import ShardedParameters
@@ -53,7 +55,9 @@ class Step:
         losses: of each micro-batch, filled by the forwards.
         grad_norm: filled by CLIP.
         agreed: whether all ranks run the same model.
-        skipped: filled by STEP: nothing was updated, since loss or norm is not finite.
+        may_be_late: STEP may leave it to the device to decide by the norm; once the loss is there, whether all ranks may.
+        late: filled by STEP where it has: the norm on its way to the host.
+        skipped: filled by STEP: nothing was updated, since loss or norm is not finite, as far as the host knows; see ``late``.
         unlike: filled when the loss is there: ranks run different models, so nothing was updated.
         stale: filled by STEP: the optimizer has moved weights outside of its step, so that the gradients are those of a mixture, and
             nothing was updated.
@@ -71,6 +75,8 @@ class Step:
     losses: dict[int, Tensor] = field(default_factory=dict)
     grad_norm: Tensor | None = None
     agreed: Callable[[], bool] = lambda: True
+    may_be_late: bool = False
+    late: Readback | None = None
     skipped: bool = False
     unlike: bool = False
     stale: bool = False
@@ -126,6 +132,8 @@ class Executor:
         self._sharded = sharded
         self._scale = scale
         self._scaled = False
+        self._ready: torch.Event | None = None  # when the losses are, on a device
+        self._before: Readback | None = None  # the norm of the step before, where the device has decided by it
         self._sums: tuple[Tensor, Work] | None = (
             None  # what all ranks send each other, until it is known whose gradients differ
         )
@@ -170,7 +178,7 @@ class Executor:
                 self._wait_for_gradients()
                 sent.wait()
                 known.append(self._known(loss, step))
-                step.skipped = not _finite(known[0], step.grad_norm)
+                step.skipped = not self._is_finite(known[0], step)
             if action.kind not in _UPDATE or (update and not (step.skipped or step.stale or step.unlike)):
                 self._do(action, name, step)
         if not known:  # no gradients here, so no STEP
@@ -194,6 +202,7 @@ class Executor:
         found = known_loss(loss[:2])
         step.unlike = not step.agreed()
         step.stale = not step.unlike and bool(loss[3].item()) and self._moves.settle()
+        step.may_be_late = loss[4].item() == len(self._control.ranks)
         step.skipped = False
         return found
 
@@ -225,7 +234,7 @@ class Executor:
                 if kind == "CLIP":
                     step.grad_norm = self._clipping.clip()
                 else:
-                    self._update(step.learning_rate)
+                    self._update(step)
         elif step.spans[stage][_number(index)][1]:  # else this rank has no sample of it
             self._pass(action, name, step, _number(index))
 
@@ -287,6 +296,8 @@ class Executor:
         loss = step.parts.stages.forward(stage, index, inputs, step.number, range(first, first + count))
         if loss is not None:
             step.losses[index] = loss.detach()
+            if loss.device.type != "cpu":
+                self._ready = torch.accelerator.current_stream(loss.device).record_event(self._ready)
 
     def _wait_for_gradients(self) -> None:
         if self._watch is not None:
@@ -307,25 +318,37 @@ class Executor:
 
     def _send_loss(self, step: Step) -> tuple[Tensor, Work]:
         """Start to add up over all ranks, float64 on the host: what `weighted_sum` gives, how many have gradients of other parameters,
-        and how many have moved weights outside of a step.
+        how many have moved weights outside of a step, and how many may leave the decision before STEP to their device.
         """
         self._turn("reading the losses")
-        values = torch.stack(list(step.losses.values())).tolist() if step.losses else []  # as wide as Python's numbers
+        # As wide as Python's numbers. The device goes on with the backward meanwhile.
+        values = Readback(list(step.losses.values()), self._ready).get() if step.losses else []
         weights = [step.weights.of(index) for index in step.losses]
-        others = float(self._gradients.differs), float(self._moves.told())
+        on_device = step.may_be_late and self._clipping.on_device and decides_on_device(self._optimizer)
+        others = float(self._gradients.differs), float(self._moves.told()), float(on_device)
         loss = torch.tensor([*weighted_sum(weights, values), *others], dtype=torch.float64)
         return loss, self._control.all_reduce(loss)
 
-    def _update(self, learning_rate: float | None) -> None:
-        if learning_rate is not None:
+    def _is_finite(self, loss: float, step: Step) -> bool:
+        """Return whether the loss and the norm of the gradient are finite. The norm is left to the device where all ranks may, and that
+        of the step before was finite: the host need not wait for the backward then, and runs ahead into the next step.
+        """
+        before, self._before = self._before, None
+        norm = step.grad_norm
+        if not math.isfinite(loss) or norm is None:
+            return math.isfinite(loss)
+        if not step.may_be_late or not (before is None or math.isfinite(before.get()[0])):
+            return math.isfinite(norm.item())
+        step.late = self._before = Readback([norm])
+        return True
+
+    def _update(self, step: Step) -> None:
+        if step.learning_rate is not None:
             for group in self._optimizer.param_groups:
-                set_rate(group, learning_rate)
+                set_rate(group, step.learning_rate)
         self.updating = True
-        self._weights.step(self._optimizer)
-
-
-def _finite(loss: float, norm: Tensor | None) -> bool:
-    return math.isfinite(loss) and (norm is None or math.isfinite(norm.item()))
+        unless = None if step.late is None or step.grad_norm is None else (~step.grad_norm.isfinite()).float()
+        self._weights.step(self._optimizer, unless=unless)
 
 
 def _number(index: int | None) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from heterodyne.runtime.stages.host_link import Readback
 
 __all__ = ["StepResult"]
 
@@ -22,7 +25,8 @@ class StepResult:
         seconds: of this rank.
         scale: of the loss, where any rank computes in fp16.
         overflow: the step was skipped because the scaled gradients left the range of fp16; the next step has half the scale.
-        fault: what was not finite in loss or gradients, and where; the step was then skipped: nothing was updated. None otherwise.
+        found: what was not finite, as far as it was known when the step returned; see `fault`.
+        late: the norm on its way to the host, where the device has decided by it whether to update; None: the host has.
         slower: which ranks and links are slower than in the first steps, where that was found out in this step; "": none is any more.
             None otherwise.
     """
@@ -36,10 +40,23 @@ class StepResult:
     norm: Tensor | None = None
     scale: float | None = None
     overflow: bool = False
-    fault: str | None = None
+    found: str | None = None
+    late: Readback | None = None
     slower: str | None = None
 
     @property
     def grad_norm(self) -> float | None:
         """The global norm before clipping; None on idle ranks. Waits for the device."""
+        if self.late is not None:
+            return self.late.get()[0]
         return None if self.norm is None else self.norm.item()
+
+    @property
+    def fault(self) -> str | None:
+        """What was not finite in loss or gradients, and where; the step was then skipped: nothing was updated. None otherwise.
+
+        Waits for the device where that has decided by itself; a script that does not ask is told by the next step.
+        """
+        if self.late is None or math.isfinite(self.late.get()[0]):
+            return self.found
+        return "the norm of the gradient is not finite; where is looked for if the next step has such a gradient, too"

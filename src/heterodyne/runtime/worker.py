@@ -253,6 +253,7 @@ class Worker:
             self._variants.writes.found_before()
         work = self._work(batch, number, now)
         self._before = before = {name: buffer.clone() for name, buffer in self._model.statistics(graph).items()}
+        work.may_be_late = self._may_be_late(before)
         with self._told_of_memory(number), told_with_place(self.module, f"step {number + 1}"):
             self._look_at_parts(work, now)
             loss = self._executor.run(work)
@@ -263,6 +264,7 @@ class Worker:
                 for name, value in before.items():
                     self._model.buffers[name].copy_(value)
                 work = self._work(batch, number, now)
+                work.may_be_late = self._may_be_late(before)
                 loss = self._executor.run(work)
         fault = self._model.fault(work, loss, before) if work.skipped else None
         scale = None if self._model.scale is None else self._model.scale.value
@@ -302,8 +304,16 @@ class Worker:
             norm=work.grad_norm,
             scale=scale,
             overflow=overflow,
-            fault=fault,
+            found=fault,
+            late=work.late,
             slower=slower,
+        )
+
+    def _may_be_late(self, statistics: Mapping[str, Tensor]) -> bool:
+        """Return whether the device may decide by the norm whether to update: nothing but weights and optimizer depends on it."""
+        active = self._role.active and self.device.type != "cpu"
+        return (
+            active and self._model.scale is None and not (statistics or self._averages or self._model.masters.on_host)
         )
 
     def _look_at_parts(self, work: Step, now: StepOfVariant) -> None:

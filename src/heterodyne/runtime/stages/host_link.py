@@ -13,12 +13,40 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Batch", "HostLink", "copy"]
+__all__ = ["Batch", "HostLink", "Readback", "copy"]
 
 
 def copy(target: Tensor, source: Tensor) -> None:
     """On the current stream."""
     target.copy_(source, non_blocking=True)
+
+
+class Readback:
+    """Numbers of a device on their way to the host: tensors of one element, copied as soon as ``ready`` has come (None: all that the
+    device was asked for until now is done).
+    """
+
+    def __init__(self, sources: Sequence[Tensor], ready: torch.Event | None = None) -> None:
+        self._event: torch.Event | None = None
+        device = sources[0].device
+        if device.type == "cpu":
+            self._numbers = torch.stack(list(sources))
+            return
+        side = torch.Stream(device)
+        side.wait_event(ready or torch.accelerator.current_stream(device).record_event())
+        with side:
+            self._made: Tensor | None = torch.stack(list(sources))
+            self._numbers = torch.empty(self._made.shape, dtype=self._made.dtype, pin_memory=True)
+            copy(self._numbers, self._made)
+        self._event = side.record_event()
+
+    def get(self) -> list[float]:
+        """Return them. Waits for what made them, and for nothing that the device was asked for after them."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = self._made = None
+        found: list[float] = self._numbers.tolist()
+        return found
 
 
 class Batch:

@@ -41,6 +41,11 @@ class Clipping:
         self._largest = largest
         self._process_group = process_group
 
+    @property
+    def on_device(self) -> bool:
+        """Whether the norm is made where the gradients are, and not on the host."""
+        return self._process_group is None or self._process_group.works_on.type != "cpu"
+
     def clip(self) -> Tensor:
         """Scale the gradients; the norm before. Collective over the process group."""
         if self._process_group is None:

@@ -115,6 +115,11 @@ class MasterWeights:
         self.own_gradients[name] = own.view(self._own_shape(name, self._parameters[name]))
 
     @property
+    def on_host(self) -> bool:
+        """Whether what is updated is kept in the memory of the host."""
+        return self._on_host
+
+    @property
     def names(self) -> Collection[str]:
         """Of the parameters of this rank."""
         return self._parameters.keys()
@@ -167,8 +172,9 @@ class MasterWeights:
         whole = self._parameters[name].grad
         return self.own_gradients.get(name) if whole is None else self.own_range(name, whole)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update by the gradients of the parameters, and round the masters into these.
+    def step(self, optimizer: torch.optim.Optimizer, *, unless: torch.Tensor | None = None) -> None:
+        """Update by the gradients of the parameters, and round the masters into these. ``unless``: 1, on the device, where nothing shall
+        change, for an optimizer that `decides_on_device`.
 
         Weights that the user has changed since the last step, in place or by others in their place, are taken over first.
         """
@@ -179,7 +185,7 @@ class MasterWeights:
             if made is not self._parameters[name] or name in self.own_gradients
         }
         self._hand_over(apart)
-        with _laid_out_alike(self.updated.values()):
+        with _laid_out_alike(self.updated.values()), _left_out(optimizer, unless):
             optimizer.step()
         for name in [name for name in self._places if self._is_elsewhere(name)]:
             if name in self._shards:
@@ -361,6 +367,18 @@ def _written_twice(name: str) -> str:
         "plan updates a copy of that weight (in fp32, or in the memory of the host), so it is not known which came last. Call "
         "trainer.evaluate() or validate() between the two, or keep the weights in fp32 and on the device"
     )
+
+
+@contextmanager
+def _left_out(optimizer: torch.optim.Optimizer, unless: torch.Tensor | None) -> Iterator[None]:
+    if unless is None:
+        yield
+        return
+    optimizer.grad_scale, optimizer.found_inf = None, unless  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from heterodyne.runtime.weights.wrapped_state import has_wrapped, unwrapped, wra
 
 __all__ = [
     "OptimizerFactory",
+    "decides_on_device",
     "initialise_state",
     "learning_rate",
     "load_state_by_name",
@@ -261,6 +262,16 @@ def initialise_state(optimizer: torch.optim.Optimizer) -> None:
 
 def _copied(value: Tensor, parameter: nn.Parameter) -> Tensor:
     return value.detach().to(device=parameter.device, copy=True)
+
+
+def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether its step leaves weights and state as they are where its ``found_inf`` is 1, as `torch.amp.GradScaler` uses it.
+
+    SGD is left out: a first step that is left out leaves its momentum uninitialised.
+    """
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    own = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    return own and not hooks and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def moves_by_itself(optimizer: torch.optim.Optimizer) -> bool:
