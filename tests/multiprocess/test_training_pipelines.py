@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +21,7 @@ from heterodyne.runtime.checkpoint.export import WEIGHTS, export_model
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.exact.verify import compare
+from heterodyne.runtime.weights.pieces import joined
 from heterodyne.runtime.worker import Worker
 from multiprocess.exactness import SEED, train_alone
 from multiprocess.models import Case, build, captured
@@ -185,7 +187,21 @@ def take_over(
     worker.close()
     resumed = worker_under(world, other, after, zero=zeros[1])
     held = {n for n, entry in other.module.state_dict().items() if not entry.is_meta}
-    state = go_on(resumed, folder)
+    own_bytes = 2 * sum(
+        p.nbytes for group in resumed.optimizer.param_groups for p in group["params"]
+    )  # moments of AdamW
+    whole_tensors: list[weakref.ref[Tensor]] = []
+
+    def one_at_a_time(*given: Any) -> Tensor:
+        assert before != after or zeros[0] != zeros[1], "a rank reads what it had"
+        there = sum(tensor.nbytes for of in whole_tensors if (tensor := of()) is not None)
+        assert there <= own_bytes or resumed.ownership.whole, "tensors of others are whole, and stay"
+        found = joined(*given)
+        whole_tensors.append(weakref.ref(found))
+        return found
+
+    with patch("heterodyne.runtime.weights.pieces.joined", one_at_a_time):
+        state = go_on(resumed, folder)
     if not zeros[1]:
         assert set(state.get("model", {})) == held, "a rank reads what it holds, and no more"
     assert resumed.steps_done == 2

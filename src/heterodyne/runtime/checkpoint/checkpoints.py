@@ -95,7 +95,8 @@ class Restored:
 
     Args:
         step: optimizer steps that were done.
-        state: as it was given to `Checkpoints.save`, by all ranks together, tensors on the CPU; only what was wanted of it.
+        state: as it was given to `Checkpoints.save`, by all ranks together; only what was wanted of it. Its tensors are on the CPU, and
+            those of which ranks wrote pieces are in `Pieces`; either is read from its file where it is looked at.
         random: this rank's `random_state`, None if the checkpoint was written by fewer ranks.
     """
 

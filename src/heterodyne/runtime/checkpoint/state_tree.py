@@ -16,7 +16,7 @@ from torch import Tensor
 
 from heterodyne.errors import CheckpointError
 from heterodyne.plan.boxes import numel
-from heterodyne.runtime.weights.pieces import Piece, Pieces, Place, joined
+from heterodyne.runtime.weights.pieces import Piece, Pieces, Place
 
 __all__ = ["Cut", "Leaf", "graft", "keys_of", "merged", "require_whole", "strip"]
 
@@ -56,7 +56,7 @@ def strip(state: Any, root: str) -> tuple[dict[str, Tensor], Any]:
             places = {f"{path}{_OF_PIECE}{_in_words(piece.place)}": piece.place for piece in value.of}
             for name, piece in zip(places, value.of, strict=True):
                 take(piece.tensor, name)
-            return Cut(value.shape, places)
+            return Cut(value.whole, places)
         if isinstance(value, dict):
             return {key: visit(item, f"{path}/{key}") for key, item in value.items()}
         if type(value) in (list, tuple):
@@ -85,7 +85,7 @@ def keys_of(name: str) -> list[str]:
 
 
 def graft(skeleton: Any, tensors: dict[str, Tensor], *, without: Collection[str] = ()) -> Any:
-    """The inverse of `strip`; tensors that the skeleton has no place for are left out.
+    """The inverse of `strip`; a tensor in pieces has those of all ranks. Tensors that the skeleton has no place for are left out.
 
     ``without``: names of tensors that are not asked for; in dicts, what has no other tensors is left out with them. Raises KeyError
     for any other that is missing.
@@ -93,7 +93,7 @@ def graft(skeleton: Any, tensors: dict[str, Tensor], *, without: Collection[str]
     if isinstance(skeleton, Leaf):
         return tensors[skeleton.name]
     if isinstance(skeleton, Cut):
-        return joined(skeleton.shape, [Piece(place, tensors[name]) for name, place in skeleton.places.items()])
+        return Pieces(skeleton.shape, tuple(Piece(place, tensors[name]) for name, place in skeleton.places.items()))
     if isinstance(skeleton, dict):
         kept = {key: item for key, item in skeleton.items() if not without or not _is_without(item, without)}
         return {key: graft(item, tensors, without=without) for key, item in kept.items()}

@@ -12,10 +12,10 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from heterodyne.errors import CheckpointError
 from heterodyne.runtime.comm.communicator import Communicator
-from heterodyne.runtime.weights.boxed import boxed
 from heterodyne.runtime.weights.held_state import held_pieces
 from heterodyne.runtime.weights.masters import MasterWeights
 from heterodyne.runtime.weights.ownership import Ownership
+from heterodyne.runtime.weights.pieces import part_of
 from heterodyne.runtime.weights.whole_state import gathered_optimizer, put_own_part
 
 __all__ = ["WeightAverage"]
@@ -88,7 +88,7 @@ class WeightAverage:
                 raise CheckpointError(
                     f"the checkpoint has no average of {name!r} of that shape: it is of another model"
                 )
-            part = boxed(value, self._ownership.box(self._communicator.rank, name))
+            part = part_of(value, self._ownership.box(self._communicator.rank, name))
             own.copy_(self._masters.own_range(name, part) if name in self._masters.names else part)
 
     @contextmanager

@@ -17,6 +17,7 @@ from torch import nn
 from heterodyne.errors import PlanError
 from heterodyne.plan.state_shards import Range
 from heterodyne.runtime.stages import host_link
+from heterodyne.runtime.weights.pieces import Pieces, as_tensor
 
 __all__ = ["MasterWeights", "gradient_dtype"]
 
@@ -103,8 +104,11 @@ class MasterWeights:
         low, high = self._ranges[name]
         return (*(1,) * (parameter.dim() - 1), high - low)
 
-    def own_range(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Of a tensor that lies as the parameter does, what this rank updates; a view where ``whole`` is contiguous."""
+    def own_range(self, name: str, whole: torch.Tensor | Pieces) -> torch.Tensor:
+        """Return what this rank updates of a tensor that lies as the parameter does; a view where ``whole`` is contiguous."""
+        if isinstance(whole, Pieces):
+            found = whole.part(self._ranges.get(name))
+            return found.view(self._own_shape(name, self._parameters[name])) if name in self._ranges else found
         if name not in self._ranges:
             return whole
         low, high = self._ranges[name]
@@ -328,10 +332,10 @@ class MasterWeights:
                 if name in self._shards:
                     self._own_weight(name).copy_(self.own_range(name, values[_MASTER]))
                 else:
-                    self._parameters[name].copy_(values[_MASTER])
-            others = {key: self._own_of(name, value) for key, value in values.items() if key != _MASTER}
+                    self._parameters[name].copy_(as_tensor(values[_MASTER]))
+            others = [key for key in values if key != _MASTER]
             if others and name in self.updated:
-                rest[name] = others
+                rest[name] = {key: self._own_of(name, values[key]) for key in others}
         for name, master in self._masters.items():
             whole = state.get(name, {}).get(_MASTER)
             master.copy_(self._own_weight(name) if whole is None else self.own_range(name, whole))
@@ -339,8 +343,8 @@ class MasterWeights:
         return rest
 
     def _own_of(self, name: str, value: Any) -> Any:
-        alike = isinstance(value, torch.Tensor) and value.shape == self._parameters[name].shape
-        return self.own_range(name, value) if alike else value
+        alike = isinstance(value, torch.Tensor | Pieces) and value.shape == self._parameters[name].shape
+        return self.own_range(name, value) if alike else as_tensor(value)
 
     def reads(self, name: str, key: str) -> bool:
         """Whether `load` looks at this entry of the state of a parameter."""

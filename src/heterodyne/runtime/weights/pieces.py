@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from heterodyne.plan.state_shards import Range
 from heterodyne.runtime.weights.boxed import boxed
 from heterodyne.runtime.weights.ownership import Ownership
 
-__all__ = ["Piece", "Pieces", "Place", "box_pieces", "joined", "joined_by_name", "range_pieces"]
+__all__ = ["Piece", "Pieces", "Place", "as_tensor", "box_pieces", "joined", "joined_by_name", "part_of", "range_pieces"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,47 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """The pieces that one rank holds of a tensor of that shape. A state may have it in the place of the tensor."""
+    """Pieces of a tensor of that shape. A state has it in the place of the tensor: those that one rank holds where it is written, all of
+    them where it is read. Then nothing is copied, or read from a file, until a part of it is asked for.
 
-    shape: tuple[int, ...]
+    ``box``: the part of the tensor that is meant.
+    """
+
+    whole: tuple[int, ...]
     of: tuple[Piece, ...]
+    box: Box = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what is meant."""
+        sizes = list(self.whole)
+        for cut in self.box:
+            sizes[cut.dim] = cut.stop - cut.first
+        return tuple(sizes)
+
+    def within(self, box: Box) -> Pieces:
+        """Return the same pieces, of which that box is meant."""
+        return replace(self, box=box)
+
+    def part(self, range: Range | None = None) -> Tensor:
+        """Return what is meant, or a range of its elements, flat. Raises ValueError if elements of it are missing."""
+        own = [piece for piece in self.of if piece.place.box == self.box]
+        if sum(piece.tensor.numel() for piece in own) == prod(self.shape):
+            found = _range_of(own, range or (0, prod(self.shape)))
+            return found.view(self.shape) if range is None else found
+        found = boxed(joined(self.whole, self.of), self.box)
+        # A copy, so that no part of it keeps all of it.
+        return found.reshape(-1)[slice(*range)].clone() if range is not None else found.clone() if self.box else found
+
+
+def as_tensor(value: Any) -> Any:
+    """Return the tensor that pieces make; anything else as it is."""
+    return value.part() if isinstance(value, Pieces) else value
+
+
+def part_of(value: Tensor | Pieces, box: Box) -> Tensor:
+    """Return a box of a tensor, or of one in pieces."""
+    return value.within(box).part() if isinstance(value, Pieces) else boxed(value, box)
 
 
 def range_pieces(name: str, held: Tensor, ownership: Ownership, rank: int) -> Pieces | None:
@@ -84,13 +123,24 @@ def joined(shape: tuple[int, ...], pieces: Iterable[Piece]) -> Tensor:
     return whole
 
 
+def _range_of(pieces: Sequence[Piece], wanted: Range) -> Tensor:
+    """Return a range of the elements of the box that these pieces make; other elements are not read."""
+    found = torch.empty(wanted[1] - wanted[0], dtype=pieces[0].tensor.dtype)
+    for piece in pieces:
+        start, stop = piece.place.range or (0, piece.tensor.numel())
+        first, last = max(start, wanted[0]), min(stop, wanted[1])
+        if first < last:
+            found[first - wanted[0] : last - wanted[0]] = piece.tensor.reshape(-1)[first - start : last - start]
+    return found
+
+
 def joined_by_name(gathered: Iterable[Mapping[str, Pieces]]) -> dict[str, Tensor]:
     """Return the tensors that the pieces of all ranks make, by name. Raises ValueError as `joined`."""
     of_all: dict[str, list[Pieces]] = {}
     for own in gathered:
         for name, pieces in own.items():
             of_all.setdefault(name, []).append(pieces)
-    return {name: joined(found[0].shape, (p for each in found for p in each.of)) for name, found in of_all.items()}
+    return {name: joined(found[0].whole, (p for each in found for p in each.of)) for name, found in of_all.items()}
 
 
 def _pieces(shape: tuple[int, ...], found: Iterable[Piece]) -> Pieces | None:

@@ -18,6 +18,7 @@ from heterodyne.runtime.weights.boxed import boxed
 from heterodyne.runtime.weights.materialise import stored_tensors
 from heterodyne.runtime.weights.optimizer import initialise_state, state_by_name
 from heterodyne.runtime.weights.ownership import Ownership
+from heterodyne.runtime.weights.pieces import Pieces, part_of
 from heterodyne.runtime.weights.wrapped_state import has_wrapped, unwrapped
 
 __all__ = [
@@ -203,26 +204,36 @@ def restored_model(
 
 @torch.no_grad()
 def put_own_part(
-    name: str, tensor: Tensor, whole: Tensor, ownership: Ownership, rank: int, shards: Mapping[str, Tensor] = _NO_SHARDS
+    name: str,
+    tensor: Tensor,
+    whole: Tensor | Pieces,
+    ownership: Ownership,
+    rank: int,
+    shards: Mapping[str, Tensor] = _NO_SHARDS,
 ) -> None:
     """Set what this rank holds of a parameter or buffer to its part of a ``whole`` value. ``shards``: see `gathered_model`."""
-    part, own = boxed(whole, ownership.box(rank, name)), shards.get(name)
+    box, own = ownership.box(rank, name), shards.get(name)
     if own is None:
-        tensor.copy_(part)
+        tensor.copy_(part_of(whole, box))
     elif own.numel():
-        start, stop = ownership.updated(rank, name) or (0, own.numel())
-        own.copy_(part.reshape(-1)[start:stop])
+        own_range = ownership.updated(rank, name) or (0, own.numel())
+        if isinstance(whole, Pieces):
+            own.copy_(whole.within(box).part(own_range))
+        else:
+            own.copy_(boxed(whole, box).reshape(-1)[slice(*own_range)])
 
 
 def own_boxes(state: Mapping[str, Mapping[str, Any]], ownership: Ownership, rank: int) -> dict[str, dict[str, Any]]:
-    """Of the optimizer's state of whole parameters, what belongs to the boxes that a rank has."""
+    """Return what belongs to the boxes that a rank has, of the optimizer's state of whole parameters. Nothing is copied."""
     found: dict[str, dict[str, Any]] = {}
     for name, values in state.items():
         box, shape = ownership.box(rank, name), ownership.shapes.get(name)
         found[name] = {
-            key: boxed(value, box).clone()
-            if box and isinstance(value, Tensor) and tuple(value.shape) == shape
-            else value
+            key: value
+            if not box or not isinstance(value, Tensor | Pieces) or tuple(value.shape) != shape
+            else value.within(box)
+            if isinstance(value, Pieces)
+            else boxed(value, box)
             for key, value in values.items()
         }
     return found

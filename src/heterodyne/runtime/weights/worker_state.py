@@ -17,6 +17,7 @@ from heterodyne.runtime.weights.materialise import stored_tensors
 from heterodyne.runtime.weights.optimizer import load_state_by_name, require_kept_by_name, state_by_name
 from heterodyne.runtime.weights.ownership import Ownership
 from heterodyne.runtime.weights.parameter_groups import load_options, options_by_name
+from heterodyne.runtime.weights.pieces import as_tensor
 from heterodyne.runtime.weights.whole_state import (
     gathered_model,
     gathered_optimizer,
@@ -148,7 +149,7 @@ class WorkerState:
         """The inverse of `whole`; what is not needed here may be left out. Raises CheckpointError."""
         if self._ownership.whole:
             with _in_place():
-                self._module.load_state_dict(state["model"])
+                self._module.load_state_dict({name: as_tensor(value) for name, value in state["model"].items()})
         else:
             # Nothing, on an idle rank.
             rank = self._communicator.rank
