@@ -26,8 +26,7 @@ from heterodyne.measure.host_memory import host_context_bytes
 from heterodyne.measure.whole_model import WholeModel
 from heterodyne.plan.capabilities import asked_by, uses
 from heterodyne.plan.plan import Plan
-from heterodyne.runtime.exact.disagreement import needs_graph, words_of
-from heterodyne.runtime.exact.finding import Finding
+from heterodyne.runtime.exact.finding import Finding, needs_graph, words_of
 from heterodyne.runtime.exact.guard import compare_forms
 from heterodyne.runtime.slices import as_source
 from heterodyne.text_files import write_text

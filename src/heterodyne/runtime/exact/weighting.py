@@ -12,7 +12,7 @@ those of the whole batch, and every weight is 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -23,7 +23,7 @@ from heterodyne.loss_count import LossCount
 from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.slices import BatchSource
 
-__all__ = ["Weights", "known_loss", "part_statistics", "weighted_sum"]
+__all__ = ["Weights", "known_loss", "part_statistics", "sum_of_parts", "weighted_sum"]
 
 
 class Weights:
@@ -108,6 +108,29 @@ def part_statistics(
     return slices, [
         count.statistics(slices[index], size, buffers) if size else nothing for index, (_, size) in enumerate(spans)
     ]
+
+
+def sum_of_parts(
+    count: LossCount,
+    parts: Sequence[tuple[Sequence[int], Mapping[str, Tensor]]],
+    buffers: Mapping[str, Tensor],
+    run: Callable[[Mapping[str, Tensor], Sequence[int], float], float],
+) -> tuple[float, list[float]] | None:
+    """Run the parts of a batch one after the other; return the loss of the whole, and that of each part.
+
+    Args:
+        parts: of each, the places of its samples in the batch, and its inputs.
+        run: from inputs, places and weight of a part to its loss.
+
+    Returns None, and runs nothing, where nothing in the parts counts. Raises DataError as `known_loss` does.
+    """
+    own = [count.statistics(inputs, len(samples), buffers) for samples, inputs in parts]
+    whole = torch.stack(own).sum(0)
+    if not count.is_defined(whole):
+        return None
+    weights = [count.weight(each, whole) for each in own]
+    losses = [run(inputs, samples, weight) for (samples, inputs), weight in zip(parts, weights, strict=True)]
+    return known_loss(torch.tensor(weighted_sum(weights, losses), dtype=torch.float64)), losses
 
 
 def weighted_sum(weights: Sequence[float], losses: Sequence[float]) -> tuple[float, float]:
