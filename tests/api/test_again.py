@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterodyne.api import again
-from heterodyne.api.again import Training, train_here
-from heterodyne.api.kernel_kills import KernelKills
+from heterodyne.api.again import KernelKills, Training, train_here
 from heterodyne.api.learned_memory import as_learned
 from heterodyne.cluster import Cluster, Device
 from heterodyne.cluster.written import cluster_to_json

@@ -43,8 +43,7 @@ from heterodyne.runtime.data.source import DataSource
 from heterodyne.runtime.engine import Outcome
 from heterodyne.runtime.records.progress import Reporter, SilentReporter, reporter_for
 from heterodyne.runtime.records.recorder import Recorder
-from heterodyne.runtime.records.run_directory import RUNS, RunDirectory, require_shared
-from heterodyne.runtime.records.run_lock import occupied
+from heterodyne.runtime.records.run_directory import RUNS, RunDirectory, occupied, require_shared
 from heterodyne.runtime.records.shortages import Shortage
 from heterodyne.runtime.trainer import Trainer, identity_of
 from heterodyne.search.explain import result_of

@@ -26,7 +26,7 @@ from heterodyne.around_model import functions_of
 from heterodyne.errors import CaptureError, NoGraphError
 from heterodyne.frontend.annotations import Annotations, read_annotations
 from heterodyne.frontend.arguments import operator_name
-from heterodyne.frontend.attention_masks import as_in_a_run
+from heterodyne.frontend.as_in_a_run import OwnChecks, as_in_a_run, ordered_word_sets
 from heterodyne.frontend.changes import Looked, refuse_changes, refuse_new_buffers
 from heterodyne.frontend.example import Example, sizes_of, trace_sizes
 from heterodyne.frontend.faults import (
@@ -43,11 +43,9 @@ from heterodyne.frontend.flat_graph import drop_bookkeeping, inline_one, is_op
 from heterodyne.frontend.left_behind import Left, left_behind
 from heterodyne.frontend.module_only import BackwardWatch, hooks_of
 from heterodyne.frontend.numbers import FROM_NUMBERS, Numbers, Recorder
-from heterodyne.frontend.own_checks import OwnChecks
 from heterodyne.frontend.python_draws import PythonDraws
 from heterodyne.frontend.skeleton import skeleton
 from heterodyne.frontend.symbols import free_name
-from heterodyne.frontend.word_sets import ordered_word_sets
 from heterodyne.graph import ModuleOnly
 from heterodyne.model_copy import attributes_of
 from heterodyne.model_output import NUMBER, loss_of

@@ -14,7 +14,7 @@ from heterodyne.cost.collective import fit
 from heterodyne.measure.beside import BETWEEN_S, GUESS, matrix_product, moment, rate_of
 from heterodyne.measure.clock import HostClock, ProcessorClock
 from heterodyne.measure.peers import Peers, ProcessGroup
-from heterodyne.measure.repeats import NO_TIME, sample, timed, together
+from heterodyne.measure.repeats import NO_TIME, link_sample, timed, together
 from heterodyne.measure.workbench import Workbench
 from heterodyne.units import format_bytes
 
@@ -73,7 +73,7 @@ def measure_all_reduce(
             text = f"all-reduce was not measured from {format_bytes(size)} on"
             bench.say(f"{text}: {NO_TIME}")
             break
-        samples.append(sample("all_reduce", tuple(devices), size, timing, 1))
+        samples.append(link_sample("all_reduce", tuple(devices), size, timing, 1))
     return tuple(samples)
 
 

@@ -15,7 +15,7 @@ from heterodyne.measure.peers import Peers
 from heterodyne.measure.sampling import Sampling, Timing, summarise
 from heterodyne.measure.workbench import Workbench
 
-__all__ = ["NO_TIME", "Repeats", "sample", "timed", "together"]
+__all__ = ["NO_TIME", "Repeats", "link_sample", "timed", "together"]
 
 NO_TIME = "the time for measuring is used up"
 _WARM_UP = 3  # the first collectives of a group open its connections
@@ -107,7 +107,7 @@ def timed(peers: Peers, run: Callable[[], None], runs: int, clock: Clock) -> flo
     return clock.seconds(start, clock.mark()) / runs
 
 
-def sample(op: str, devices: tuple[str, ...], size: int, timing: Timing, trips: int) -> LinkSample:
+def link_sample(op: str, devices: tuple[str, ...], size: int, timing: Timing, trips: int) -> LinkSample:
     seconds = timing.seconds / trips
     if seconds <= 0:
         raise MeasureError(f"{op} of {size} bytes among {', '.join(devices)} took no time at all; the clock is wrong")

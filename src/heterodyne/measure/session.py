@@ -22,10 +22,9 @@ from heterodyne.measure.clock import Clock
 from heterodyne.measure.collectives import MESSAGE_BYTES, measure_all_reduce, measure_overlap
 from heterodyne.measure.confirm import changes
 from heterodyne.measure.exchanges import measure_exchanges
-from heterodyne.measure.host_copies import measure_host_copies
 from heterodyne.measure.host_memory import host_context_bytes
 from heterodyne.measure.kernels import measure_blocks
-from heterodyne.measure.links import measure_sends
+from heterodyne.measure.links import measure_host_copies, measure_sends
 from heterodyne.measure.notes import told_once
 from heterodyne.measure.optimizer_step import measure_optimizer
 from heterodyne.measure.others import Cores, busy, taken_by_others

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 from heterodyne.errors import PlanError
 from heterodyne.graph.cut import computed_again
 from heterodyne.graph.ir import ModelGraph, Parameter, dtype_bytes
 from heterodyne.graph.sharding import Sharding
-from heterodyne.graph.views import parameters_seen_through
+from heterodyne.graph.size import ZERO
 from heterodyne.plan.boxes import Box, Slice, numel, refined
 from heterodyne.plan.plan import Pipeline, Plan, Stage
 from heterodyne.plan.sharded_stage import shard_stage
@@ -131,7 +132,7 @@ def _read_again(graph: ModelGraph) -> dict[str, frozenset[str]]:
 
 def stages_reading(pipeline: Pipeline, graph: ModelGraph) -> tuple[frozenset[str], ...]:
     """Of each stage the names of the parameters that its ops read, as they are or through views that an earlier stage has made."""
-    seen = parameters_seen_through(graph)
+    seen = _parameters_seen_through(graph)
     found = []
     for stage in pipeline.stages:
         ops = graph.ops[stage.ops[0] : stage.ops[1]]
@@ -196,3 +197,22 @@ def _parts(parameter: Parameter, holdings: Holdings | None) -> Sequence[tuple[Bo
     if holdings is None:
         return [((), ())]
     return refined(holdings[parameter.name], parameter.shape)
+
+
+@lru_cache(maxsize=16)
+def _parameters_seen_through(graph: ModelGraph) -> Mapping[str, frozenset[str]]:
+    """For each op whose results may lie in the memory of parameters, which these are.
+
+    That is what moves no bytes, and what is made of parameters alone: whether ``reshape`` or ``contiguous`` copies depends on how a
+    parameter lies in memory, which its capture need not know. One too many is gathered once too often, and no more.
+    """
+    parameters = {parameter.name for parameter in graph.parameters}
+    found: dict[str, frozenset[str]] = {}
+    for op in graph.ops:
+        through = [found[name] for name in op.inputs if name in found]
+        own = parameters.intersection(op.parameters)
+        moves_nothing = op.bytes_read == op.bytes_written == ZERO
+        alone = len(through) == len(op.inputs) or op.kind.endswith("_as")
+        if (own or through) and (moves_nothing or alone):
+            found[op.name] = frozenset(own.union(*through))
+    return found

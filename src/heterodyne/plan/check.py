@@ -11,8 +11,7 @@ from heterodyne.errors import PlanError
 from heterodyne.graph.cut import crossings, mixing_samples
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.capabilities import Capabilities, has_shares
-from heterodyne.plan.check_mesh import faults_of_mesh
-from heterodyne.plan.check_state import faults_of_state, faults_of_state_shards
+from heterodyne.plan.check_state import faults_of_mesh, faults_of_state, faults_of_state_shards
 from heterodyne.plan.kept import kept_ops, unknown, why_not_kept
 from heterodyne.plan.mesh import count_of
 from heterodyne.plan.order import orders_of

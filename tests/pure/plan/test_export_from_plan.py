@@ -13,7 +13,7 @@ from heterodyne.errors import PlanError
 from heterodyne.graph import ModelGraph
 from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.plan.export import even_plan, megatron_arguments, torchtitan_toml
-from heterodyne.plan.export.model_shape import model_shape
+from heterodyne.plan.export.from_plan import model_shape
 from pure.build import graph
 from pure.cost.transformer import HEADS, TOKENS, transformer
 from pure.plan.strategies import GENERAL_PLANS

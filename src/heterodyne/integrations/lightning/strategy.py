@@ -23,9 +23,16 @@ from heterodyne.api.loop.remade_optimizer import by_name, by_number, follow, rem
 from heterodyne.api.options import LossOptions, loss_options
 from heterodyne.api.session import LONGEST_PHASE_S, Session, open_session
 from heterodyne.errors import CheckpointError
-from heterodyne.integrations.lightning.accumulation import joined, require_mean
 from heterodyne.integrations.lightning.refusals import require_even_batches, require_honoured
-from heterodyne.integrations.lightning.training_step import BatchForm, Logged, TrainingStep, size_of, what_it_logs
+from heterodyne.integrations.lightning.training_step import (
+    BatchForm,
+    Logged,
+    TrainingStep,
+    joined,
+    require_mean,
+    size_of,
+    what_it_logs,
+)
 from heterodyne.runtime.checkpoint.random_state import random_state, restore_random_state, unchanged_random_state
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 

@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from heterodyne.errors import DataError
-from heterodyne.runtime.data.collating import Collate, Collator
-from heterodyne.runtime.data.content import content_digest
+from heterodyne.runtime.data.collating import Collate, Collator, content_digest
 from heterodyne.runtime.data.elements import END, Elements, ElementsAhead, Stream
 from heterodyne.runtime.data.packing import row_of, tokens_of
 from heterodyne.runtime.data.sample_draws import generators_kept

@@ -26,9 +26,8 @@ from heterodyne.runtime.exact.finding import Finding, Form
 from heterodyne.runtime.exact.one_device import one_device_plan, places_to_cut
 from heterodyne.runtime.exact.parts import nothing_from_python
 from heterodyne.runtime.exact.same_again import MOST_NAMES, changed_names, kept_tensors, words_of_second_call
-from heterodyne.runtime.exact.small_batch import EMPTY, SmallBatch, small_batch
+from heterodyne.runtime.exact.small_batch import EMPTY, SmallBatch, small_batch, wake_batch, wake_buffers, wake_weights
 from heterodyne.runtime.exact.verify import BAR, compare, gradients_after, rounding_bar
-from heterodyne.runtime.exact.zeros import wake_batch, wake_buffers, wake_weights
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.forward import Forward
 from heterodyne.runtime.stages.stage_builder import StagePrograms

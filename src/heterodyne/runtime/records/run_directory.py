@@ -7,11 +7,13 @@ runs/NAME/
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -19,7 +21,7 @@ from pathlib import Path
 from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.runtime.comm.agreement import Agreement
 
-__all__ = ["RUNS", "RunDirectory", "require_shared"]
+__all__ = ["RUNS", "RunDirectory", "occupied", "require_shared"]
 
 RUNS = Path("runs")
 """Where runs are that nobody has named a directory for."""
@@ -184,3 +186,40 @@ def require_shared(run: RunDirectory, agreement: Agreement) -> None:
         if agreement.rank == 0:
             with suppress(OSError):
                 sign.unlink()
+
+
+_PATIENCE_S = 10.0  # what the workers of a run that was killed need to end
+_PAUSE_S = 0.2
+
+
+@contextmanager
+def occupied(path: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]:
+    """Hold a run directory. The hold ends with the process, however that ends, and leaves no file.
+
+    Where the system or its file system knows no locks, nothing is held. Raises HeterodyneError if another process holds it.
+    """
+    try:
+        import fcntl
+
+        descriptor = os.open(path, os.O_RDONLY)
+    except (ImportError, OSError):
+        yield
+        return
+    try:
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise HeterodyneError(
+                        f"another run is at work in {path}: wait until it ends, stop it, or choose another --run-dir"
+                    ) from None
+                time.sleep(_PAUSE_S)
+                continue
+            except OSError:
+                pass  # a file system without locks
+            break
+        yield
+    finally:
+        os.close(descriptor)
