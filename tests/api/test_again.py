@@ -22,7 +22,7 @@ from heterodyne.errors import HeterodyneError, OutOfMemoryError
 from heterodyne.plan import Plan
 from heterodyne.plan.plan import Prediction
 from heterodyne.processes import OUT_OF_MEMORY
-from heterodyne.runtime.records.run_directory import RunDirectory
+from heterodyne.run_directory import RunDirectory
 from heterodyne.runtime.records.shortages import Shortage, note_shortage, read_shortages
 
 SHORTAGE = Shortage(

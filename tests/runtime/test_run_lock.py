@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from heterodyne.errors import HeterodyneError
-from heterodyne.runtime.records.run_directory import occupied
+from heterodyne.runtime.records.run_lock import occupied
 
 HOLD = """
 import sys, time
 from collections.abc import Iterator
 from pathlib import Path
-from heterodyne.runtime.records.run_directory import occupied
+from heterodyne.runtime.records.run_lock import occupied
 with occupied(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

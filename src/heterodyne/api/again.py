@@ -18,7 +18,7 @@ from heterodyne.cluster.written import cluster_from_json
 from heterodyne.errors import HeterodyneError, OutOfMemoryError
 from heterodyne.plan.plan import Plan
 from heterodyne.processes import OUT_OF_MEMORY, shell_status, to_standard_error
-from heterodyne.runtime.records.run_directory import RUNS, RunDirectory
+from heterodyne.run_directory import RUNS, RunDirectory
 from heterodyne.runtime.records.shortages import Shortage, note_shortage, read_shortages
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 from heterodyne.text_files import read_text

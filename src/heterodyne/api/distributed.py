@@ -31,12 +31,12 @@ from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.plan import Plan
 from heterodyne.processes.signals import StopRequest, finished_first, orderly_stop
+from heterodyne.run_directory import RunDirectory
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints, taken_from
 from heterodyne.runtime.checkpoint.export import export_model
 from heterodyne.runtime.engine import EXTRA, Engine
 from heterodyne.runtime.records.progress import SilentReporter
 from heterodyne.runtime.records.recorder import Recorder
-from heterodyne.runtime.records.run_directory import RunDirectory
 from heterodyne.runtime.records.run_records import RunRecords
 from heterodyne.runtime.slices import BatchSource, as_source, is_source
 from heterodyne.runtime.weights.average import WeightAverage

@@ -11,9 +11,9 @@ from heterodyne.api.learned_memory import infeasible
 from heterodyne.api.session import Session
 from heterodyne.api.settings import Prepared
 from heterodyne.errors import HeterodyneError, InfeasibleError, OutOfMemoryError
+from heterodyne.run_directory import RunDirectory
 from heterodyne.runtime.checkpoint.rescue import rescued
 from heterodyne.runtime.out_of_memory import told_with_stage
-from heterodyne.runtime.records.run_directory import RunDirectory
 from heterodyne.runtime.records.shortages import Shortage, note_shortage, read_shortages
 
 __all__ = ["lacked_so_far", "noted_shortage", "rescued_if_memory_ends", "told_while_building", "told_with_shortages"]

@@ -20,12 +20,11 @@ from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import ClusterError
 from heterodyne.measure.discover import discover_cluster
 from heterodyne.printable import printable
-from heterodyne.processes.heap import give_back_memory
+from heterodyne.processes.heap import give_back_memory, keep_freed_memory
 from heterodyne.processes.parent import end_with_launcher
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.exact.determinism import exact_arithmetic
-from heterodyne.runtime.host_heap import keep_freed_memory
 from heterodyne.runtime.liveness.device_queue import DeviceQueue
 from heterodyne.runtime.liveness.watchdog import Watchdog
 from heterodyne.runtime.rendezvous.distributed import blamed, init_distributed

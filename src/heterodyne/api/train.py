@@ -38,12 +38,13 @@ from heterodyne.report.compare import compare
 from heterodyne.report.html import write_report
 from heterodyne.report.run import load_run
 from heterodyne.report.tables import prediction_rows, summary_rows
+from heterodyne.run_directory import RUNS, RunDirectory
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints
 from heterodyne.runtime.data.source import DataSource
 from heterodyne.runtime.engine import Outcome
 from heterodyne.runtime.records.progress import Reporter, SilentReporter, reporter_for
 from heterodyne.runtime.records.recorder import Recorder
-from heterodyne.runtime.records.run_directory import RUNS, RunDirectory, occupied, require_shared
+from heterodyne.runtime.records.run_lock import occupied, require_shared
 from heterodyne.runtime.records.shortages import Shortage
 from heterodyne.runtime.trainer import Trainer, identity_of
 from heterodyne.search.explain import result_of

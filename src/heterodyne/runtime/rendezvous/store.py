@@ -27,9 +27,8 @@ from heterodyne.processes import to_standard_error
 from heterodyne.runtime.liveness.signing import SignedStore
 from heterodyne.runtime.rendezvous.environment import SECRET_VARIABLE, WorkerEnvironment
 from heterodyne.runtime.rendezvous.gateway import Gateway, StoreDoor, Tunnel
-from heterodyne.runtime.rendezvous.handshake import HandshakeError, SecretError
 from heterodyne.runtime.rendezvous.listening import is_loopback, listening_socket
-from heterodyne.runtime.rendezvous.own_secret import secret_of_user
+from heterodyne.runtime.rendezvous.run_secret import HandshakeError, SecretError, secret_of_user
 from heterodyne.runtime.rendezvous.store_port import LOOPBACK, StorePort
 from heterodyne.runtime.rendezvous.waiting import WAITING_EVERY_S, Waiting
 
