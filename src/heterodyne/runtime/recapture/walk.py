@@ -26,6 +26,7 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional
 from torch.nn.modules import module as module_hooks
 
+from heterodyne.around_model import HOOKS, OF_TORCH
 from heterodyne.code_read import CodeRead, around_of, environment_of, is_users, looks_globals_up
 from heterodyne.runtime.recapture.values_read import (
     ClassOf,
@@ -38,21 +39,19 @@ from heterodyne.runtime.recapture.values_read import (
     SameVariable,
 )
 
-__all__ = ["CALLED", "HOOKS", "Walk", "quoted"]
+__all__ = ["CALLED", "Walk", "quoted"]
 
 CALLED = (FunctionType, BuiltinFunctionType, MethodType, MethodWrapperType)
 _PLAIN = (bool, int, float, complex, Number, str, bytes, type(None), Enum, range, slice, torch.Size)
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 _MANY = 256  # longer lists are data
 _DEEP = 12  # of objects and containers in each other
-_OF_TORCH: Final = frozenset(vars(nn.Module()))
 _BYTES = (array, bytearray)
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 _CONTAINERS = (Mapping, *_SEQUENCES, *_SETS)
 _HOLDERS = (SimpleNamespace, Namespace, local)
 """Classes of the standard library whose objects have as attributes what the user puts there."""
-HOOKS: Final = tuple(key for key in _OF_TORCH if key.endswith("_hooks") and "state_dict" not in key)
 
 
 class Walk:
@@ -140,7 +139,7 @@ class Walk:
                 self._mode(_joined(path, key), own, kind)
             elif key in HOOKS:
                 self._hooks(_joined(path, key), value)
-            elif key not in _OF_TORCH and self._is_read(key, users=users):
+            elif key not in OF_TORCH and self._is_read(key, users=users):
                 self._attribute(_joined(path, key), own, key, value)
         for table in (module._parameters, module._buffers):
             self._tables(path, table, outside=id(module) not in self._of_model)
