@@ -271,7 +271,7 @@ def _set_back(holder: Any, held: Any) -> None:
 
 
 def _is_own(holder: Any, name: str) -> bool:
-    """Whether an attribute is the user's: those of `nn.Module` itself hold weights, which the block may move."""
+    """Return whether an attribute is the user's: those of `nn.Module` itself hold weights, which the block may move."""
     return not (isinstance(holder, nn.Module) and name.startswith("_"))
 
 

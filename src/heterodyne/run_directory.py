@@ -71,7 +71,7 @@ class RunDirectory:
         return self.path / "model"
 
     def timeline(self, origin: str) -> Path:
-        """Of the origin ``measured`` or ``simulated``."""
+        """Return the file of the timeline of that origin, ``measured`` or ``simulated``."""
         return self.path / f"timeline-{origin}.jsonl"
 
     @classmethod
@@ -121,18 +121,18 @@ class RunDirectory:
         return found
 
     def require_unbegun(self) -> None:
-        """Raises CheckpointError where a run that has no checkpoints had come so far that it had some: to begin anew would replace its
+        """Raises CheckpointError where a run that has no checkpoints had come so far that it had some: to begin again would replace its
         metrics.
         """
         if self.checkpoints.is_symlink() and not self.checkpoints.exists():
             raise CheckpointError(
                 f"{self.checkpoints} leads to {self.checkpoints.readlink()}, which is not there: mount the disk, or remove the link and "
-                "metrics.jsonl to begin anew"
+                "metrics.jsonl to begin again"
             )
         if self.summary.exists():
             raise CheckpointError(
                 f"{self.path} holds a run that has ended ({self.summary.name}), and its checkpoints are gone: put them back to "
-                f"{self.checkpoints}, or move {self.summary.name} away to begin anew"
+                f"{self.checkpoints}, or move {self.summary.name} away to begin again"
             )
 
     @classmethod

@@ -109,7 +109,7 @@ def _alone(training: Training, train: Callable[[Training], int]) -> int:
 
 
 def _goes_on(training: Training, say: Callable[[str], None]) -> bool:
-    """Whether to plan once more; what for, or why not, is printed. Not where nothing is known of what was lacked."""
+    """Return whether to plan once more; what for, or why not, is printed. Not where nothing is known of what was lacked."""
     assert training.run_dir is not None
     shortages = read_shortages(RunDirectory(training.run_dir).shortages)
     if training.on_out_of_memory == "stop" or not shortages:
@@ -129,7 +129,7 @@ def _goes_on(training: Training, say: Callable[[str], None]) -> bool:
 
 
 def _in_vain(tries: Sequence[Sequence[Shortage]]) -> int:
-    """How many of the last tries have come no further than one before."""
+    """Return how many of the last tries have come no further than one before."""
     furthest, count = -2, 0
     for each in tries:
         step = max(-1 if s.step is None else s.step for s in each)
@@ -151,7 +151,7 @@ class KernelKills:
         self.noted = False
 
     def explain(self, rank: int) -> str | None:
-        """Of a rank that failed: whether the kernel has killed for want of memory since."""
+        """Say that the kernel has killed for want of memory since, where it has; ``rank`` has failed."""
         if self._count() == self._before:
             return None
         with suppress(HeterodyneError, OSError, ValueError, IndexError):  # the run may have had no plan yet
@@ -159,7 +159,7 @@ class KernelKills:
         return "the kernel has killed a process for want of memory"
 
     def _note(self, rank: int) -> bool:
-        """Whether it was known what the plan asked of this rank's device."""
+        """Return whether it was known what the plan asked of this rank's device."""
         plan, device = Plan.load(self._run.plan), cluster_from_json(read_text(self._run.cluster)).devices[rank].id
         predicted = 0 if plan.predicted is None else plan.predicted.memory_bytes.get(device, 0)
         if not predicted:

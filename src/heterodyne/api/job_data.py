@@ -102,7 +102,7 @@ def _images(job: Job, base: Path) -> DatasetSource:
 
 
 def _dataset(job: Job, base: Path) -> DataSource:
-    """What the user's function returns."""
+    """Return what the user's function returns."""
     data = job.data
     given, collate = _called(str(data.dataset), job, base)
     validation = None

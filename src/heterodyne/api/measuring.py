@@ -107,7 +107,7 @@ def measure_everywhere(
 
 
 def _programs(captured: CapturedModel, whole: WholeModel) -> dict[str, BlockProgram]:
-    """What is measured: each kind of block, and the model in one piece; of a model without a graph that is its one block."""
+    """Return what is measured: each kind of block, and the model in one piece; of a model without a graph that is its one block."""
     kinds = captured.graph.kinds
     if captured.graph.opaque is not None:
         return dict.fromkeys(kinds, whole)

@@ -107,7 +107,7 @@ class ModelSource:
 
     @property
     def section(self) -> OptimizerSection:
-        """What the planner takes the optimizer for."""
+        """Return what the planner takes the optimizer for."""
         return self.optimizer if isinstance(self.optimizer, OptimizerSection) else OptimizerSection()
 
     def capture(
@@ -180,7 +180,7 @@ def _example(batch: Mapping[str, Tensor] | BatchSource) -> tuple[Mapping[str, Te
 def copies_of(model: nn.Module) -> Callable[[torch.device], nn.Module]:
     """Copies of the model, so that measuring leaves the user's own as it is; ones without weights where it has none.
 
-    Raises CaptureError for a model that cannot be copied, whose weights no forward has made yet, or lie in the memory of others.
+    Raises CaptureError for a model that cannot be copied, whose weights no forward has made yet, or are in the memory of others.
     """
     require_initialised(model)
     require_own_memory(model)

@@ -82,7 +82,8 @@ class Session:
         self.say(f"{words}: {format_seconds(time.perf_counter() - started_s)}")
 
     def give_back(self) -> None:
-        """What a phase has left behind goes back to the system, so that the next one has all the memory that a CPU worker may use.
+        """Give the memory that a phase has left behind back to the system, so that the next one has all the memory that a CPU worker may
+        use.
 
         Modules that were built to be measured refer to themselves in circles, so they would stay until Python happens to look for such.
         """
@@ -96,7 +97,7 @@ class Session:
         return kept[0]
 
     def phase(self, words: str, limit_s: float = LONGEST_PHASE_S) -> AbstractContextManager[Any]:
-        """Around what takes long and is no step: the watchdog is told, so that no rank is reported as hanging before ``limit_s``."""
+        """Around what takes long and is no step: the watchdog is informed, so that no rank is reported as hanging before ``limit_s``."""
         return nullcontext() if self.watchdog is None else self.watchdog.phase(words, limit_s=limit_s)
 
     @contextmanager

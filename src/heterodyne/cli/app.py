@@ -114,7 +114,7 @@ _NO_MEMORY = (
 def _tell(error: HeterodyneError) -> int:
     """Print the message, unless another worker does; the exit status, by which a launcher distinguishes cause from consequence.
 
-    What every rank knows is told by rank 0, a mistake in a file by the first worker of each machine, the rest by whom it concerns.
+    What every rank knows is printed by rank 0, a mistake in a file by the first worker of each machine, the rest by whom it concerns.
     """
     rank, local_rank = _number("RANK"), _number("LOCAL_RANK")
     told_by_another = rank > 0 if error.shared else local_rank > 0 and isinstance(error, FileError)
@@ -131,8 +131,8 @@ def _number(variable: str) -> int:
 
 
 def _of_the_system(error: Exception) -> HeterodyneError | None:
-    """What the operating system refused (no room, no right to write, no memory), as an error for people: the system's own words and the
-    file; None for anything else.
+    """Return what the operating system refused (no room, no right to write, no memory), as an error for people: the system's own words and
+    the file; None for anything else.
     """
     if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
         said = str(error).partition("\n")[0] or "no more is given to this process"

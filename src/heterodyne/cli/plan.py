@@ -149,5 +149,5 @@ def command(
 
 
 def elsewhere(cluster: Path) -> bool:
-    """Whether a file describes several nodes, which one machine cannot be. Unlike devices of one node are several pools."""
+    """Return whether a file describes several nodes, which one machine cannot be. Unlike devices of one node are several pools."""
     return sum({pool.node_name: pool.nodes for pool in load_fleet(cluster).pools}.values()) > 1

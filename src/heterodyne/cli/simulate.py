@@ -104,14 +104,15 @@ def _require_trust(job: Path, wanted: Job) -> None:
 
 
 def _is_of_others(path: Path) -> bool:
-    """Whether another user owns it, but for the system's own, or anybody may write to it."""
+    """Return whether another user owns it, but for the system's own, or anybody may write to it."""
     status = path.stat()
     others_write = bool(status.st_mode & stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
     return hasattr(os, "geteuid") and (status.st_uid not in (os.geteuid(), 0) or others_write)
 
 
 def _known(folder: Path, cluster: Path | None, profile: Path | None) -> tuple[Cluster | None, Profile | None]:
-    """What is named; else what is kept in the folder, if it is that of a run, which keeps both. Raises ClusterError or MeasureError."""
+    """Return what is named; else what is kept in the folder, if it is that of a run, which keeps both. Raises ClusterError or
+    MeasureError."""
     run = RunDirectory(folder)
     of_run = run.cluster.is_file() and run.profile.is_file()
     described = load_cluster(cluster) if cluster is not None else None

@@ -230,7 +230,7 @@ class _Reader:
         return (*self._taken.get(pool.node or pool.name, self._taken.get("/".join(pool.place), ())), "name")
 
     def _line(self, at: Location) -> int | None:
-        """Of a place in the file, or of the nearest thing around it that has one."""
+        """Return the line of a place in the file, or of the nearest thing around it that has one."""
         while at and at not in self._lines:
             at = at[:-1]
         return self._lines.get(at)

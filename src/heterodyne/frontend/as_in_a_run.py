@@ -141,7 +141,7 @@ def _needless(
     allow_is_bidirectional_skip: bool = False,
     **_: Callable[..., object],
 ) -> bool:
-    """Whether nothing is masked, or only the future of each token; the conditions of Transformers' own ``sdpa_mask``."""
+    """Return whether nothing is masked, or only the future of each token; the conditions of Transformers' own ``sdpa_mask``."""
     sizes = (q_length, kv_length, q_offset, kv_offset)
     if attention_mask is not None or not all(isinstance(size, int) for size in sizes):
         return False

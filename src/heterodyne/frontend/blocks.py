@@ -156,7 +156,7 @@ def _outside(traced: Traced, observed: dict[fx.Node, Observed], node: fx.Node) -
 
 
 def _final_users(node: fx.Node) -> list[fx.Node]:
-    """Who reads a node's tensors, through the choice of one of several outputs."""
+    """Return who reads a node's tensors, through the choice of one of several outputs."""
     users = []
     for user in node.users:
         users += _final_users(user) if producer_of(user) is not user else [user]
@@ -216,7 +216,7 @@ def _repeats(module: nn.Module) -> bool:
 
 
 def _alike(module: nn.Module) -> bool:
-    """Whether two children have the same structure and shapes."""
+    """Return whether two children have the same structure and shapes."""
     signatures = [_signature(child) for child in module.children() if _holds(child)]
     return len(signatures) > len(set(signatures))
 

@@ -42,7 +42,7 @@ from heterodyne.frontend.fixed_sizes import SizeWatch, refuse_another_graph, ref
 from heterodyne.frontend.flat_graph import drop_bookkeeping, inline_one, is_op
 from heterodyne.frontend.left_behind import Left, left_behind
 from heterodyne.frontend.module_only import BackwardWatch, hooks_of
-from heterodyne.frontend.numbers import FROM_NUMBERS, Numbers, Recorder
+from heterodyne.frontend.numbers import FROM_NUMBERS, NumberRecorder, Numbers
 from heterodyne.frontend.python_draws import PythonDraws
 from heterodyne.frontend.skeleton import skeleton
 from heterodyne.frontend.symbols import free_name
@@ -188,7 +188,7 @@ class _Trial:
         self._strict = strict
         self.computed: list[Tensor] = []
         self.copy = skeleton(model, self._mode, self.computed)
-        self.numbers = Recorder(self.copy, numbers, self._empty)
+        self.numbers = NumberRecorder(self.copy, numbers, self._empty)
         self.sizes = SizeWatch()
         self.watch = BackwardWatch()
         # Before and after the first forward; a strict trace does not tell. The list is here since torch.export sets back what modules keep.

@@ -25,7 +25,7 @@ class Border:
     """A tensor that crosses the border of a stage.
 
     Args:
-        dim: in which its samples lie, ``rows`` of it for each; None: it is the same for all samples.
+        dim: in which its samples are, ``rows`` of it for each; None: it is the same for all samples.
         joined, dealt: the steps of `Members` from slices of the samples to all of them, and back.
     """
 
@@ -38,7 +38,7 @@ class Border:
     def divided(
         self, tensor: Tensor, whole: Members, halves: Sequence[Members], parts: Sequence[range]
     ) -> list[Tensor]:
-        """What is received, for each half."""
+        """Return what is received, for each half."""
         if self.dim is None:
             return [tensor for _ in parts]
         for step in self.joined:
@@ -52,7 +52,7 @@ class Border:
         return found
 
     def united(self, of_halves: Sequence[Tensor], whole: Members, halves: Sequence[Members]) -> Tensor:
-        """What is sent, of both halves."""
+        """Return what is sent, of both halves."""
         if self.dim is None:
             return of_halves[0]
         found = []
@@ -72,7 +72,7 @@ class InTurns:
     """Args:
     run: the graph for both halves.
     reads: the model's inputs that the graph is given, in its order.
-    dims: of each input, in which dim its samples lie; None: in none.
+    dims: of each input, in which dim its samples are; None: in none.
     receives, sends: what crosses, in the order of the graph.
     weigh: what the loss of each half counts in that of the whole, by their inputs and sizes; None: the stage makes no loss.
     """

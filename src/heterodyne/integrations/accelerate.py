@@ -3,8 +3,8 @@
     from heterodyne.integrations.accelerate import Accelerator
 
 In train mode the model returns a promise of its loss, and ``backward`` runs the whole step on the batch: with unequal shares the loss
-of the global batch is known only then. ``optimizer.step()`` finds no gradients and does nothing, and a loop that reads a gradient is told
-so. Accelerate itself is not needed.
+of the global batch is known only then. ``optimizer.step()`` finds no gradients and does nothing, and a loop that reads a gradient gets an
+error so. Accelerate itself is not needed.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Accelerator:
             mark_spent(self._trained())
 
     def clip_grad_norm_(self, parameters: object, max_norm: float) -> float | None:
-        """The norm before the step's clipping. Raises HeterodyneError if the accelerator was not told of it."""
+        """The norm before the step's clipping. Raises HeterodyneError if the accelerator does not know of it."""
         if max_norm != self._clip:
             raise HeterodyneError(f"the step has clipped at {self._clip}: write Accelerator(clip_grad_norm={max_norm})")
         return self._norm

@@ -1,4 +1,4 @@
-"""What stands in place of the gradients of a step that is done: a loop that reads one is told so in its own line."""
+"""What stands in place of the gradients of a step that is done: a loop that reads one gets an error at its own line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SpentGradient(Tensor):
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         raise HeterodyneError(
             f"the loop calls {getattr(function, '__name__', 'a function')} on a gradient after accelerator.backward(loss), which has made "
-            "the update already, from gradients that lie on several ranks. Clip by Accelerator(clip_grad_norm=...), whose clip_grad_norm_ "
+            "the update already, from gradients that are on several ranks. Clip by Accelerator(clip_grad_norm=...), whose clip_grad_norm_ "
             "gives the norm; what is done to each value of a gradient, such as clamp, write into step() of an optimizer of your own"
         )
 

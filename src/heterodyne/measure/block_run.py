@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from heterodyne.eager import run_eager
-from heterodyne.measure.clock import Clock, Mark
+from heterodyne.measure.clock import Mark, Stopwatch
 from heterodyne.plan.precision import Precision
 from heterodyne.processes.heap import forget_high_water_mark, high_water_mark_bytes, trim_heap
 
@@ -44,7 +44,7 @@ class Surroundings(Protocol):
 
     def forward(self, samples: int) -> AbstractContextManager[object]: ...
     def backward(self, samples: int) -> AbstractContextManager[object]:
-        """Of the latest forward."""
+        """Return what surrounds the backward of the latest forward."""
         ...
 
 
@@ -59,7 +59,7 @@ class BlockRun:
         *,
         precision: Precision,
         seed: int,
-        clock: Clock,
+        clock: Stopwatch,
         compile: Callable[[nn.Module], None] | None = None,
         around: Surroundings | None = None,
     ) -> None:

@@ -49,7 +49,7 @@ def changes(
     process_group: ProcessGroup | None,
     bench: Workbench,
 ) -> list[str]:
-    """What is no longer as the profile says, in sentences; empty if it holds. Every rank gets the same answer.
+    """Return what is no longer as the profile says, in sentences; empty if it holds. Every rank gets the same answer.
 
     What differs is timed a second time before it is believed: a busy moment of the machine is no other machine.
     """

@@ -97,7 +97,7 @@ def _sends(
 
 
 def measure_host_copies(bench: Workbench, *, budget_s: float = 10.0, most_bytes: int = 64 * 2**20) -> float:
-    """Of the slower direction; 0 on a CPU, which is its own host.
+    """Return the seconds a byte of the slower direction; 0 on a CPU, which is its own host.
 
     Devices of one machine share the way to its memory, so all copy at the same time. Raises MeasureError, on every rank alike, if it
     fails on any.

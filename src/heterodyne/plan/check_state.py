@@ -11,7 +11,7 @@ __all__ = ["faults_of_mesh", "faults_of_state", "faults_of_state_shards"]
 
 
 def faults_of_state(plan: Plan) -> Iterator[str]:
-    """What is wrong with ``state_shares``, stage by stage."""
+    """Yield what is wrong with ``state_shares``, stage by stage."""
     for number, pipeline in enumerate(plan.pipelines):
         for index, stage in enumerate(pipeline.stages):
             where = f"pipeline {number}, stage {index}"
@@ -41,7 +41,7 @@ def _faults_of_unlike_shares(plan: Plan) -> Iterator[str]:
 
 
 def faults_of_state_shards(plan: Plan, weights: PlannedWeights) -> Iterator[str]:
-    """What cannot be sharded, of a plan that keeps all other rules."""
+    """Yield what cannot be sharded, of a plan that keeps all other rules."""
     if not plan.zero:
         return
     holdings, buckets = weights.holdings, weights.buckets

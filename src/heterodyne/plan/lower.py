@@ -116,7 +116,7 @@ def _lowered(
 
 
 def _passes(plan: Plan, cluster: Cluster, specs: Sequence[RankSpec | None]) -> tuple[tuple[Action, ...], ...]:
-    """Of each rank what it computes, receives and sends."""
+    """Return what each rank computes, receives and sends."""
     ranks: list[tuple[Action, ...]] = [()] * len(cluster.devices)
     for pipeline in plan.pipelines:
         for devices, order in zip(pipeline.places, orders_of(plan.schedule, pipeline), strict=True):
@@ -157,7 +157,7 @@ def _update(buckets: Iterable[int], *, clip: bool, zero: int) -> Iterator[Action
 
 
 def _with_traffic(order: Iterable[Action], traffic: Traffic) -> Iterator[Action]:
-    """What has to come before and what can leave behind each action."""
+    """Yield what has to come before and what can leave behind each action."""
     for action in order:
         stage, index = action.stage, action.index
         if action.kind == "F" and stage in traffic.receives:

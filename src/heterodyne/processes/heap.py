@@ -1,4 +1,4 @@
-"""Memory of this process: what nothing uses any more goes back to the system, and the most that was in use is counted anew."""
+"""Memory of this process: what nothing uses any more goes back to the system, and the most that was in use is counted again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HIGH_WATER_MARK = re.compile(r"^VmHWM:\s+(\d+) kB$", re.MULTILINE)
 
 
 def give_back_memory() -> None:
-    """What was freed stays in the heap of a process; a C library that can (glibc) gives it back to the system."""
+    """Give what was freed back to the system, where the C library can (glibc); else it stays in the heap of the process."""
     gc.collect()
     trim_heap()
 
@@ -31,7 +31,7 @@ def trim_heap() -> None:
 
 
 def forget_high_water_mark() -> bool:
-    """Count the highest resident size of this process anew from here; False where the system cannot."""
+    """Count the highest resident size of this process again from here; False where the system cannot."""
     try:
         (_PROCESS / "clear_refs").write_text(_RESET_HIGH_WATER_MARK)
     except OSError:

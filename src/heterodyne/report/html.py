@@ -90,7 +90,7 @@ def render(run: Run, *, reference_metrics: Path | None = None) -> str:
 
 
 def _command(run: Run) -> str:
-    """How the run is repeated: its own job under its own plan."""
+    """Return how the run is repeated: its own job under its own plan."""
     if run.job is None or run.plan is None:
         return ""
     return f"heterodyne train {run.directory / 'job.yaml'} --plan {run.directory / 'plan.json'}"

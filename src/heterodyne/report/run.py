@@ -27,7 +27,16 @@ from heterodyne.text_files import read_text
 from heterodyne.timeline import Timeline
 from heterodyne.yaml_text import YamlFaultError, parse_yaml
 
-__all__ = ["Candidate", "Metrics", "Run", "StepMetrics", "Validation", "candidates_from", "load_run", "read_metrics"]
+__all__ = [
+    "Candidate",
+    "Metrics",
+    "Run",
+    "StepMetrics",
+    "ValidationLoss",
+    "candidates_from",
+    "load_run",
+    "read_metrics",
+]
 
 _FINITE = 1e300  # of what may be added and squared; NaN is not below it either
 
@@ -48,7 +57,7 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Validation:
+class ValidationLoss:
     step: int
     loss: float
 
@@ -59,7 +68,7 @@ class Metrics:
     links, as found after a step; "" if none is any more."""
 
     steps: tuple[StepMetrics, ...] = ()
-    validations: tuple[Validation, ...] = ()
+    validations: tuple[ValidationLoss, ...] = ()
     slower: tuple[tuple[int, str], ...] = ()
     unreadable: int = 0
 
@@ -180,7 +189,7 @@ def read_metrics(path: Path) -> Metrics:
     except OSError as error:
         raise HeterodyneError(f"{file}: cannot be read: {error.strerror}") from error
     steps: dict[int, StepMetrics] = {}
-    validations: dict[int, Validation] = {}
+    validations: dict[int, ValidationLoss] = {}
     slower: dict[int, str] = {}
     unreadable = 0
     for line in filter(str.strip, lines):
@@ -191,7 +200,7 @@ def read_metrics(path: Path) -> Metrics:
             continue
         loss = fields.get("validation_loss")
         if _is_number(loss):
-            validations[step] = Validation(step=step, loss=float(loss))
+            validations[step] = ValidationLoss(step=step, loss=float(loss))
         if isinstance(fields.get("slower"), str):
             slower[step] = fields["slower"]
         known = {name: float(fields[name]) for name in StepMetrics.__slots__[1:] if _is_number(fields.get(name))}

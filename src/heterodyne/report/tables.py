@@ -67,7 +67,7 @@ def device_rows(cluster: Cluster, sources: Mapping[str, str] | None = None) -> R
 
 
 def kind_rows(kinds: Sequence[Accelerator]) -> Rows:
-    """What datasheets say of kinds of devices, each as its driver shows it."""
+    """Return what datasheets say of kinds of devices, each as its driver shows it."""
 
     def tflops(kind: Accelerator, precision: str) -> str:
         peak = kind.peak_flops.get(precision)
@@ -181,7 +181,7 @@ def prediction_rows(comparison: Comparison) -> Rows:
 
 
 def step_rows(timeline: Timeline) -> Rows:
-    """What each rank of one step does in how much of it, in percent that add up to the whole."""
+    """Return what each rank of one step does in how much of it, in percent that add up to the whole."""
     computed = in_order({event.kind for event in timeline.events if event.lane == "compute"})
     parts = {kind: kind_name(kind) for kind in computed} | {EXPOSED: "exposed communication", IDLE: "idle"}
     return Rows(

@@ -101,7 +101,7 @@ UNEVEN = {
     "pipeline 1 stage 0 runs ops .0, 5. and that of pipeline 0 .0, 7": plan(
         (stage(0, 7, "a"), stage(7, 14, "b")), (stage(0, 5, "c"), stage(5, 14, "d"))
     ),
-    "pipeline 1 stage 0 lies otherwise": plan((stage(0, 14, "ab", "split"),), (stage(0, 14, "cd"),)),
+    "pipeline 1 stage 0 is laid out otherwise": plan((stage(0, 14, "ab", "split"),), (stage(0, 14, "cd"),)),
     "pipeline 1 stage 0 computes other blocks again": plan((stage(0, 14, "a"),), (stage(0, 14, "b", recompute=(1,)),)),
     "pipeline 1 stage 0 has unequal shares": plan((stage(0, 14, "ab"),), (stage(0, 14, "cd", shares=(3, 1)),)),
     "stage 0 begins or ends inside block 'layer1'": plan((stage(0, 4, "a"), stage(4, 14, "b"))),

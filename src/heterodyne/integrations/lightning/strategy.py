@@ -69,7 +69,7 @@ class PlanStrategy(Strategy):
         self._begin()
 
     def _begin(self) -> None:
-        """What a fit begins with."""
+        """Set what a fit begins with."""
         self._distributed: Distributed | None = None
         self._step: TrainingStep | None = None
         self._logged: Mapping[str, Logged] = {}
@@ -228,7 +228,7 @@ class PlanStrategy(Strategy):
         return self._distributed, step
 
     def _log(self, loss: float, notes: Mapping[str, Logged], samples: int) -> None:
-        """What training_step logs, for all samples of the step."""
+        """Log what training_step logs, for all samples of the step."""
         assert self._session is not None
         assert self._step is not None
         module: Any = self.lightning_module
@@ -276,7 +276,7 @@ class PlanStrategy(Strategy):
     # What is kept
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Of the whole model, on every rank. Collective."""
+        """Return the state of the whole model, on every rank. Collective."""
         if self._distributed is None:
             return super().lightning_module_state_dict()
         return {name.removeprefix(_MODULE): value for name, value in self._distributed.state_dict()["model"].items()}

@@ -140,7 +140,7 @@ class TrainingStep(nn.Module):
 
     @contextmanager
     def notes(self) -> Iterator[dict[str, Logged]]:
-        """What is logged inside of the block, by name."""
+        """Note what is logged inside of the block, by name."""
         found: dict[str, Logged] = {}
         self.surroundings.notes = found
         try:
@@ -196,7 +196,7 @@ def size_of(batch: Mapping[str, Tensor]) -> int:
 
 
 def _updates(module: nn.Module) -> dict[str, int]:
-    """How often the metrics of torchmetrics in the module have been updated."""
+    """Return how often the metrics of torchmetrics in the module have been updated."""
     return {name: part.update_count for name, part in module.named_modules() if hasattr(part, "update_count")}
 
 

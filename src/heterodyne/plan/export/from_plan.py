@@ -103,7 +103,7 @@ def _require_alike(plan: Plan) -> None:
                 )
             if len(stage.devices) != len(other.devices) or _kinds(stage) != _kinds(other):
                 raise PlanError(
-                    f"{here} lies otherwise on {len(stage.devices)} devices than that of pipeline 0 on {len(other.devices)}"
+                    f"{here} is laid out otherwise on {len(stage.devices)} devices than that of pipeline 0 on {len(other.devices)}"
                 )
             if (
                 stage.recompute != other.recompute
@@ -129,7 +129,7 @@ def _kinds(stage: Stage) -> list[tuple[str, _Axes]]:
 
 
 def _layout(pipeline: Pipeline, prefix: str = "") -> _Axes:
-    """How all the stages lie on their devices."""
+    """Return how all the stages are laid out on their devices."""
     width = len(pipeline.stages[0].devices)
     kinds: dict[_Axes, int] = {}
     for index, stage in enumerate(pipeline.stages):
@@ -240,7 +240,7 @@ def _unnumbered(name: str) -> str:
 
 
 def model_shape(graph: ModelGraph) -> ModelShape:
-    """What can be read off the ops; what cannot is None."""
+    """Return what can be read off the ops; what cannot is None."""
     table = next((op.argument("weight") for op in graph.ops if op.kind == "embedding"), None)
     lookup = graph.stored.get(table.name) if isinstance(table, Ref) else None
     attention = next((op for op in graph.ops if op.kind == "scaled_dot_product_attention"), None)

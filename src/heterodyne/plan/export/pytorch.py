@@ -38,7 +38,7 @@ PYTORCH_SCHEDULES: Final[Mapping[str, Callable[[EvenPlan], bool]]] = {
 
 
 def pytorch_takes(plan: EvenPlan) -> bool:
-    """Whether PyTorch makes the orders of the plan itself; else they go to it as CSV."""
+    """Return whether PyTorch makes the orders of the plan itself; else they go to it as CSV."""
     takes = PYTORCH_SCHEDULES.get(plan.schedule)
     return plan.pp == 1 or (takes is not None and takes(plan))
 

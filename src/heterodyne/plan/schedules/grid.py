@@ -3,7 +3,7 @@
     place 0 | 0F0 0F1  .   .  0B0 ...
 
 A ``.`` is a slot of waiting, ``=`` goes on with what is left of it. Where a fault was found the action is drawn as ``>0B0<``,
-and the faults are told below. What can never run is drawn behind all that can.
+and the faults are written below. What can never run is drawn behind all that can.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def _moves(work: PipelineWork, rows: Rows) -> Iterator[tuple[int, list[int]]]:
 
 
 def _reach(work: PipelineWork, row: Sequence[int], position: int, goal: int, step: int) -> int:
-    """How far towards ``goal`` an action may move without passing its own micro-batch, or the same work of its stage."""
+    """Return how far towards ``goal`` an action may move without passing its own micro-batch, or the same work of its stage."""
     clock = work.clock
     code = row[position]
     cell, slot = code % clock.cells, clock.slot[code]

@@ -13,7 +13,7 @@ __all__ = ["key_figures", "plan_section", "status"]
 
 
 def status(run: Run) -> dict[str, str]:
-    """What was trained, on how many devices, and how far the run got."""
+    """Return what was trained, on how many devices, and how far the run got."""
     steps = run.metrics.steps
     facts = []
     model = run.summary.get("model") or (run.job.model.factory or run.job.model.directory if run.job else None)

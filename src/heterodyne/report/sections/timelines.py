@@ -43,7 +43,7 @@ def timeline_section(run: Run, step: Claim) -> dict[str, Any] | None:
 
 
 def lengths_in_words(title: str, span_s: float, step_s: float | None) -> str:
-    """Why a timeline is longer or shorter than the step time; "" where both are written alike, or one is not known.
+    """Return why a timeline is longer or shorter than the step time; "" where both are written alike, or one is not known.
 
     A step time is from the begin of a step on rank 0 to its end (measured: a median over all steps); a timeline goes from the first
     action of any rank to the last action of any.

@@ -44,7 +44,7 @@ class Collator:
 
     @property
     def pads_alike(self) -> bool:
-        """Whether the shape of a batch is known not to depend on the lengths in it."""
+        """Return whether the shape of a batch is known not to depend on the lengths in it."""
         return self.collate is default_collate or isinstance(self.collate, PadTo)
 
     def __call__(self, samples: Sequence[Any], keys: Sequence[Key], beside: Any = None) -> Mapping[str, Tensor]:
@@ -119,7 +119,7 @@ def _named(keys: Sequence[Key]) -> str:
 
 
 def content_digest(value: Any) -> str:
-    """Of numbers, texts, arrays and tensors, and of what holds them; of anything else its type alone."""
+    """Return a digest of numbers, texts, arrays and tensors, and of what holds them; of anything else its type alone."""
     digest = hashlib.blake2b(digest_size=16)
     _add(digest, value)
     return digest.hexdigest()

@@ -38,7 +38,7 @@ class MapDataset(Protocol):
 
 
 def is_map_style(dataset: object) -> bool:
-    """Whether samples can be asked for by number. (torch's IterableDataset inherits a ``__getitem__`` that raises.)"""
+    """Return whether samples can be asked for by number. (torch's IterableDataset inherits a ``__getitem__`` that raises.)"""
     return not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
 
 
@@ -78,7 +78,7 @@ class DatasetBatch:
         return hashlib.blake2b(self.indices.tobytes() + self.epochs.tobytes(), digest_size=16).hexdigest()
 
     def number_of(self, place: int) -> int:
-        """Which sample of the dataset is at a place of the batch."""
+        """Return which sample of the dataset is at a place of the batch."""
         return int(self.indices[place])
 
     def samples(self, first: int, count: int) -> Mapping[str, Tensor]:
@@ -187,7 +187,7 @@ class DatasetSource(ByStep):
 
     @property
     def identity(self) -> dict[str, str | int]:
-        """What decides the samples at a position."""
+        """Return what decides the samples at a position."""
         return {"dataset": self.name, "samples": self.samples_per_epoch, "seed": self.seed}
 
     def batch(self, step: int) -> BatchSource:

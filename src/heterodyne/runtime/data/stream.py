@@ -180,7 +180,7 @@ class StreamSource:
 
     @property
     def identity(self) -> dict[str, str | int]:
-        """What decides the samples at a step."""
+        """Return what decides the samples at a step."""
         return {
             "stream": self._name,
             "slots": self._slot_count,
@@ -241,7 +241,7 @@ class StreamSource:
         """A stream does not know what it will give."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Where the stream is, and what the slots hold; None for a stream that does not say where it is."""
+        """Return where the stream is, and what the slots hold; None for a stream that does not say where it is."""
         where = self._elements.state()
         if where is None:
             return None

@@ -58,14 +58,16 @@ class TokenFile:
 
 
 def let_go_of_pages(tokens: NDArray[Any]) -> None:
-    """Of a mapped file, what was read so far: the system keeps it in its cache, and no longer counts it as memory of this process."""
+    """Let go of what was read so far of a mapped file: the system keeps it in its cache, and no longer counts it as memory of this
+    process.
+    """
     mapped = getattr(tokens, "_mmap", None)
     if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
         mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def open_tokens(sources: Sequence[Source], cache: Path, *, say: Callable[[str], None]) -> TokenFile:
-    """The tokens of these files, from the cache if it has them whole, else read anew; ``say`` is told why.
+    """The tokens of these files, from the cache if it has them whole, else read again; ``say`` hears why.
 
     Raises DataError if a source cannot be read or the cache cannot be written.
     """
@@ -183,7 +185,7 @@ def _copy(source: Path, into: BinaryIO) -> None:
 
 
 def _hash(file: BinaryIO) -> str:
-    """Of everything from here to the end."""
+    """Return a hash of everything from here to the end."""
     digest = hashlib.blake2b(digest_size=32)
     while chunk := file.read(CHUNK_BYTES):
         digest.update(chunk)
@@ -228,7 +230,7 @@ def open_token_file(path: Path, *, dtype: str = "uint16") -> TokenFile:
 
 
 def _digest(tokens: NDArray[Any]) -> str:
-    """Of its length and of three parts of it, for it may be too long to be read whole."""
+    """Return a hash of its length and of three parts of it, for it may be too long to be read whole."""
     digest = hashlib.blake2b(f"{tokens.dtype} {len(tokens)}".encode(), digest_size=32)
     for first in (0, max(0, len(tokens) // 2), max(0, len(tokens) - _PROBE)):
         digest.update(np.ascontiguousarray(tokens[first : first + _PROBE]).tobytes())

@@ -67,17 +67,17 @@ class Finding:
 
     @property
     def all_errors(self) -> list[tuple[str, float]]:
-        """Of the loss, and of each gradient."""
+        """The error of the loss, and of each gradient."""
         return [(LOSS, self.loss_error), *self.errors.items()]
 
 
 def needs_graph(graph: ModelGraph) -> bool:
-    """Whether every plan runs the captured graph, for the loss of the module itself would be that of a part."""
+    """Return whether every plan runs the captured graph, for the loss of the module itself would be that of a part."""
     return graph.loss.reduction in ("terms", "coupled")
 
 
 def words_of(finding: Finding, graph: ModelGraph) -> str:
-    """What differs and by how much, the lines of the model, and a way out. Raises nothing; the finding must disagree."""
+    """Return what differs and by how much, the lines of the model, and a way out. Raises nothing; the finding must disagree."""
     parts = f" in parts of {_list(finding.parts)}" if len(finding.parts) > 1 else ""
     woken = f", with small values in place of the zeros of {', '.join(finding.woken)}" if finding.woken else ""
     fed = f"fed {sum(finding.parts)} samples{parts}{woken}"
@@ -114,7 +114,7 @@ def _what(finding: Finding, graph: ModelGraph) -> str:
 
 
 def _border(finding: Finding, wrong: list[str], graph: ModelGraph) -> str:
-    """Where the wrong gradients are all of those before some op, the ops among which it is."""
+    """Name the ops among which the fault is, where the wrong gradients are all of those before some op."""
     names = list(finding.errors)
     if len(wrong) == len(names) or names[: len(wrong)] != wrong:
         return ""

@@ -218,7 +218,7 @@ class _Forms:
 
     @property
     def _epsilon(self) -> float:
-        """Of the coarsest numbers that the model computes with."""
+        """The rounding of the coarsest numbers that the model computes with."""
         names = {spec.dtype for op in self._graph.ops for spec in op.outputs} | {
             p.dtype for p in self._graph.parameters
         }

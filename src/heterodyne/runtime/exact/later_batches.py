@@ -51,7 +51,7 @@ class LaterBatches:
 
     @property
     def asks(self) -> bool:
-        """Whether parts can be compared with the whole: BatchNorm would count these calls in its statistics."""
+        """Return whether parts can be compared with the whole: BatchNorm would count these calls in its statistics."""
         return not self._graph.batch_statistics
 
     def require(self, source: BatchSource, own: Sequence[tuple[int, int]], step: int) -> None:

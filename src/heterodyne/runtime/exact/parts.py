@@ -30,7 +30,7 @@ from heterodyne.loss_count import LossCount
 from heterodyne.runtime.exact.dropout import draws_call_number
 from heterodyne.runtime.exact.interception import Interception, batch_norms
 from heterodyne.runtime.exact.same_again import changed_names, kept_tensors, words_of_second_call
-from heterodyne.runtime.exact.verify import Comparison, compare, gradients_after, rounding_bar
+from heterodyne.runtime.exact.verify import GradientErrors, compare, gradients_after, rounding_bar
 from heterodyne.runtime.exact.weighting import sum_of_parts
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.forward import Forward, Precision
@@ -299,12 +299,12 @@ def _require_no_sync_batch_norm(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.SyncBatchNorm):
             raise CaptureError(
-                f"{name!r} is a SyncBatchNorm, which meets the other ranks by itself, whatever samples they have. Write BatchNorm: its "
+                f"{name!r} is a SyncBatchNorm, which communicates with the other ranks, whatever samples they have. Write BatchNorm: its "
                 "statistics are taken over all devices"
             )
 
 
-def _difference(found: Comparison, bar: float, whole: _Result, parts: _Result) -> str:
+def _difference(found: GradientErrors, bar: float, whole: _Result, parts: _Result) -> str:
     if not found.loss <= bar:
         return f"the loss of the whole is {whole.loss:.7g}, that of the parts together {parts.loss:.7g}"
     name, error = found.gradients[0]

@@ -24,7 +24,7 @@ def words_of_second_call(model: str, *, first: float, again: float, names: list[
 def kept_tensors(module: nn.Module) -> Mapping[str, Tensor]:
     """Return the tensors that its modules hold as plain attributes, or in tuples, lists and dicts there, by the path of the attribute.
 
-    Such are the hidden state of a stream, a slow average, weights set anew.
+    Such are the hidden state of a stream, a slow average, weights set again.
     """
     return {
         f"{path}.{name}" if path else name: tensor

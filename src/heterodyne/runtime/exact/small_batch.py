@@ -133,7 +133,7 @@ def _values(tensor: Tensor) -> Iterator[float]:
 
 
 def _counted(part: Mapping[str, Tensor], samples: int, loss_count: LossCount, buffers: Mapping[str, Tensor]) -> int:
-    """How many of the statistics of some samples, their number left out, are not 0.
+    """Return how many of the statistics of some samples, their number left out, are not 0.
 
     On the host: a value that is no label of the model's must not reach a device, where it may end more than this.
     """

@@ -18,7 +18,7 @@ from heterodyne.runtime.slices import GlobalBatchLike, as_source, union
 from heterodyne.runtime.stages.forward import Forward, Precision
 from heterodyne.runtime.weights.trainable import trainable_parameters
 
-__all__ = ["BAR", "Comparison", "compare", "gradients_after", "one_device_gradients", "rounding_bar"]
+__all__ = ["BAR", "GradientErrors", "compare", "gradients_after", "one_device_gradients", "rounding_bar"]
 
 BAR = 1e-5  # of fp32 on the host: another order of the same additions
 _BAR_ELSEWHERE = 2e-3  # on accelerators the size of a batch decides which kernel runs, and in what precision
@@ -36,7 +36,7 @@ def rounding_bar(device: torch.device, precision: Precision = "fp32") -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class GradientErrors:
     """Relative errors. ``gradients``: (parameter, error), the largest first."""
 
     loss: float
@@ -44,7 +44,7 @@ class Comparison:
 
     @property
     def largest(self) -> float:
-        """Of loss and gradients; not a number if any of them is not."""
+        """The largest error of loss and gradients; not a number if any of them is not."""
         return max([self.loss, *(error for _, error in self.gradients)], key=_rank)
 
 
@@ -117,7 +117,7 @@ def gradients_after(
 
 def compare(
     loss: float, gradients: Mapping[str, Tensor], reference_loss: float, reference: Mapping[str, Tensor]
-) -> Comparison:
+) -> GradientErrors:
     """The relative error of the loss and of each gradient: norm of the difference over norm of the reference, in float64.
 
     A gradient whose norm is below 1e-6 of that of all gradients together is zero up to rounding (the bias in front of a norm, the
@@ -133,7 +133,7 @@ def compare(
         scale = norm if norm > _NOTHING * whole else whole
         errors.append((name, difference / scale if scale else difference))
     gap = abs(loss - reference_loss)
-    return Comparison(
+    return GradientErrors(
         loss=gap / abs(reference_loss) if reference_loss else gap,
         gradients=tuple(sorted(errors, key=lambda entry: (-_rank(entry[1]), entry[0]))),
     )

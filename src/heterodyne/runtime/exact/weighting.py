@@ -69,17 +69,17 @@ class Weights:
 
     @cached_property
     def is_defined(self) -> bool:
-        """Whether something in the whole batch counts."""
+        """Return whether something in the whole batch counts."""
         return self._count.is_defined(self._whole)
 
     @property
     def total(self) -> float:
-        """What the loss counts in the global batch: samples or tokens."""
+        """Return what the loss counts in the global batch: samples or tokens."""
         return self._count.total(self._whole)
 
     @cached_property
     def divisors(self) -> Mapping[str, Tensor]:
-        """What stages are given beside the inputs of the model, where the terms of the loss have denominators of their own."""
+        """Return what stages are given beside the inputs of the model, where the terms of the loss have denominators of their own."""
         return self._count.divisors(self._whole) if self._count.split else {}
 
     def of(self, index: int) -> float:

@@ -120,7 +120,7 @@ class ReadState:
         return walk
 
     def is_same(self) -> bool:
-        """Whether nothing has changed since `take`, as far as identities and versions tell."""
+        """Return whether nothing has changed since `take`, as far as identities and versions tell."""
         for renew in self._renewed:
             renew()
         return self._walk.is_same()

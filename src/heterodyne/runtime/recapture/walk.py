@@ -150,7 +150,7 @@ class Walk:
         self._of_classes(path, kind, own, _DEEP)
 
     def _of_classes(self, path: str, kind: type, own: Mapping[str, Any], deep: int) -> None:
-        """What its classes have as attributes that code names, and as methods."""
+        """Note what its classes have as attributes that code names, and as methods."""
         for base in (base for base in kind.__mro__ if base not in (nn.Module, object)):
             for key, value in list(vars(base).items()):
                 if key in self._code.names and key not in own and not key.startswith("__") and _is_value(value):
@@ -158,7 +158,7 @@ class Walk:
             self._methods(base)
 
     def _methods(self, base: type) -> None:
-        """What a class of the user has as methods and properties, and one of a library as ``forward``, once for each class."""
+        """Note what a class of the user has as methods and properties, and one of a library as ``forward``, once for each class."""
         if id(base) in self._seen:
             return
         self._seen.add(id(base))
@@ -198,7 +198,7 @@ class Walk:
         self.values[f"the hooks in {name!r}"] = tuple(map(SameFunction, table.values()))
 
     def _is_read(self, key: str, *, users: bool) -> bool:
-        """Whether code names it, or torch calls it; what is private to a library is its own affair."""
+        """Return whether code names it, or torch calls it; what is private to a library is its own affair."""
         if key == "forward" or (users and self._code.computed):
             return True
         return key in (self._code.own if key.startswith("_") else self._code.names)
@@ -311,7 +311,7 @@ class Walk:
             self._of_classes(name, type(value), own, deep)
 
     def _names_of(self, name: str, place: type | ModuleType, deep: int) -> None:
-        """What a class or a module has that code reads by name; of a library's, numbers and functions, and of modules in it."""
+        """Note what a class or a module has that code reads by name; of a library's, numbers and functions, and of modules in it."""
         users = is_users(place)
         for base in place.__mro__[:-1] if isinstance(place, type) else (place,):
             if users and isinstance(base, type):
@@ -408,7 +408,7 @@ def quoted(name: str) -> str:
 
 
 def _is_of_torch(value: object) -> bool:
-    """Whether it is a module of torch. What others than torch and the user have in modules may be loaded when it is first read."""
+    """Return whether it is a module of torch. What others than torch and the user have in modules may be loaded when it is first read."""
     return isinstance(value, ModuleType) and value.__name__.partition(".")[0] == "torch"
 
 
@@ -421,5 +421,5 @@ def _is_value(value: object) -> bool:
 
 
 def _asks_more(kind: type) -> bool:
-    """Whether the mode of a library's module may decide more than what its ops do: any that is not torch's own."""
+    """Return whether the mode of a library's module may decide more than what its ops do: any that is not torch's own."""
     return not kind.__module__.startswith("torch.nn.")

@@ -25,7 +25,7 @@ from heterodyne.runtime.rendezvous.file_handles import TOO_MANY_OPEN, require_fi
 from heterodyne.runtime.rendezvous.store import RunStore, open_store
 from heterodyne.runtime.rendezvous.waiting import Waiting
 
-__all__ = ["Session", "blamed", "init_distributed"]
+__all__ = ["WorkerSession", "blamed", "init_distributed"]
 
 _COLLECTIVE_TIMEOUT = timedelta(hours=24)  # the watchdog is the one who gives up, and knows on whom
 _DESTROY_S = 5.0
@@ -35,7 +35,7 @@ _NETWORK_WORDS = ("gloo", "nccl", "connection", "socket", "timed out", "timeout"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Session:
+class WorkerSession:
     """What a worker has while it is connected: who it is, who the others are, the store, the watchdog, and what signs `Objects`."""
 
     environment: WorkerEnvironment
@@ -53,7 +53,7 @@ def init_distributed(
     device_id: torch.device | None = None,
     timeout_s: float = 300.0,
     limits: WatchLimits | None = None,
-) -> Iterator[Session]:
+) -> Iterator[WorkerSession]:
     """Connect this worker with the others while the block runs, under a watchdog.
 
     The default process group of torch is up inside. If the block fails because a peer is gone, the error that leaves it
@@ -96,7 +96,7 @@ def init_distributed(
                     device_id=device_id,
                 )
                 key = hmac.digest(run_store.key, b"objects", "sha256")
-                yield Session(environment=environment, members=members, store=store, watchdog=watchdog, key=key)
+                yield WorkerSession(environment=environment, members=members, store=store, watchdog=watchdog, key=key)
             except BaseException as error:
                 if not _is_of_the_network(error):
                     # First: the calls of the others fail as soon as this one's connections close, and a backend may end them.

@@ -228,7 +228,7 @@ class Tunnel(_Listener):
 
     @property
     def is_connected(self) -> bool:
-        """Whether a connection through the gateway is open."""
+        """Return whether a connection through the gateway is open."""
         return self._open > 0
 
     def wait_until_closed(self, seconds: float) -> bool:

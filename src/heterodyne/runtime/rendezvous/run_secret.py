@@ -74,7 +74,7 @@ async def _exactly(reader: asyncio.StreamReader, count: int) -> bytes:
 
 
 def secret_of_user() -> str:
-    """What all workers have who are of one user and see the same home directory; made when it is first asked for.
+    """Return what all workers have who are of one user and see the same home directory; made when it is first asked for.
 
     It is in ``$XDG_STATE_HOME/heterodyne/secret``, or under ``~/.local/state``.
 
@@ -101,7 +101,7 @@ _REMEDY = (
 
 
 def _make(path: Path) -> None:
-    """Of several processes that do it at once, one is the first, and all read what that one has written."""
+    """Make the file: where several processes do it at once, all read what the first has written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"secret.partial-{secrets.token_hex(4)}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
