@@ -169,8 +169,8 @@ class Distributed:
         """
         if self._closed:
             raise HeterodyneError(
-                "the trainer is closed: its 'with' is left, or close() was called, and nothing brings the gradients of the ranks together "
-                "any more. Step inside of the 'with', or distribute the model again"
+                "the trainer is closed: its 'with' block has ended, or close() was called, and the gradients of the ranks are no longer "
+                "reduced. Step inside of the 'with' block, or distribute the model again"
             )
         with self._calls.named("step()"), rescued_if_memory_ends(self._session, self._engine.rescue):
             result = self._engine.step(lambda: self._named(batch), self._stop)

@@ -59,7 +59,7 @@ class Region(PlanPart):
 
 
 class Exchange(PlanPart):
-    """What exchanging is worth beside computing on a stage's devices: what decides how its tensors are laid out (`graph.sharding.Price`).
+    """The price of communication on a stage's devices, in computation: it decides how tensors are laid out (`graph.sharding.Price`).
 
     ``latency_bytes``: bytes that could be sent while a collective begins; ``flops_per_byte``: operations that the devices do
     together while a byte is sent.

@@ -11,6 +11,7 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,7 +26,16 @@ from heterodyne.errors import DataError
 from heterodyne.json_files import parse_json
 from heterodyne.text_files import open_regular, read_text, require_regular
 
-__all__ = ["STANDARD_LIBRARY", "JsonLines", "PaddedDocuments", "Source", "TextFiles", "fingerprint", "text_sources"]
+__all__ = [
+    "STANDARD_LIBRARY",
+    "JsonLines",
+    "PaddedDocuments",
+    "Source",
+    "TextFiles",
+    "fingerprint",
+    "reading",
+    "text_sources",
+]
 
 STANDARD_LIBRARY = "stdlib"
 _NOT_OUR_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -110,7 +120,8 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
     """The files under a directory by rising path; links to directories are not followed, so there are no circles."""
 
     def refuse(error: OSError) -> None:
-        raise DataError(f"data.text: {error.filename} cannot be read ({error.strerror}); grant access or leave it out")
+        with reading(error.filename):
+            raise error
 
     chosen: list[Path] = []
     for folder, folders, files in os.walk(root, onerror=refuse):
@@ -120,11 +131,9 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
 
 
 def _look_at(path: Path) -> Source:
-    try:
+    with reading(path):
         require_regular(path)
         status = path.stat()
-    except OSError as error:
-        raise DataError(f"data.text: {path} cannot be read ({error.strerror})") from error
     return Source(path=path, bytes=status.st_size, modified_ns=status.st_mtime_ns)
 
 
@@ -135,9 +144,15 @@ def _is_text(path: Path) -> bool:
 
 def _require_readable(path: Path) -> bytes:
     """The first bytes of the file. Raises DataError."""
+    with reading(path), open_regular(path) as file:
+        return file.read(_PROBE_BYTES)
+
+
+@contextmanager
+def reading(path: Path | str) -> Iterator[None]:
+    """Raise DataError, with the path, if it cannot be read in the block."""
     try:
-        with open_regular(path) as file:
-            return file.read(_PROBE_BYTES)
+        yield
     except OSError as error:
         raise DataError(f"data.text: {path} cannot be read ({error.strerror}); grant access or leave it out") from error
 
@@ -156,10 +171,8 @@ class TextFiles:
 
     def __getitem__(self, index: int) -> str:
         path = self.sources[index].path
-        try:
+        with reading(path):
             return read_text(path, most_bytes=2**30, errors="replace")
-        except OSError as error:
-            raise DataError(f"data.text: {path} cannot be read ({error.strerror})") from error
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from heterodyne.errors import DataError
 from heterodyne.json_files import parse_json
-from heterodyne.runtime.data.corpus import Source, fingerprint
+from heterodyne.runtime.data.corpus import Source, fingerprint, reading
 from heterodyne.text_files import open_regular, replacing, require_regular
 
 __all__ = ["VOCABULARY", "TokenFile", "let_go_of_pages", "open_cached", "open_token_file", "open_tokens", "read_tokens"]
@@ -173,12 +173,8 @@ def _finish(file: BinaryIO, source_hash: str, dtype: str) -> None:
 
 
 def _copy(source: Path, into: BinaryIO) -> None:
-    try:
+    with reading(source):
         file = open_regular(source)
-    except OSError as error:
-        raise DataError(
-            f"data.text: {source} cannot be read ({error.strerror}); grant access or leave it out"
-        ) from error
     with file:
         while chunk := file.read(CHUNK_BYTES):
             into.write(chunk)
