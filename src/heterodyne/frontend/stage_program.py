@@ -20,9 +20,8 @@ from heterodyne.frontend.bound_stage import BoundStage
 from heterodyne.frontend.describe import producer_of, ref_of
 from heterodyne.frontend.export import Role
 from heterodyne.frontend.flat_graph import tensors_of
-from heterodyne.frontend.in_turns import Border, InTurns
+from heterodyne.frontend.in_turns import Border, InTurns, overlapped_graph
 from heterodyne.frontend.members import Members
-from heterodyne.frontend.overlapped_graph import overlapped_graph
 from heterodyne.frontend.placed import placed
 from heterodyne.frontend.sharded_graph import sharded_graph
 from heterodyne.frontend.sizes import spec_of
@@ -86,7 +85,7 @@ class StageProgram:
         """The stage on a device, with the parameters and buffers of the user's own module, of which some may be slices.
 
         ``team``: the devices of a stage that is divided over them. ``overlap``: it trains with micro-batches as two halves in turns
-        (`heterodyne.frontend.overlapped_graph`). ``keep``: names of its ops that keep what they make for a
+        (`heterodyne.frontend.in_turns`). ``keep``: names of its ops that keep what they make for a
         second run.
 
         Parameters are looked up by name at each call, so that the module may be given others; those that the stage does not read may

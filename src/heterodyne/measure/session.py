@@ -20,13 +20,12 @@ from heterodyne.measure.block_run import BlockProgram, Halves, Precision, Surrou
 from heterodyne.measure.cache import Cache, profile_key
 from heterodyne.measure.clock import Stopwatch
 from heterodyne.measure.collectives import MESSAGE_BYTES, measure_all_reduce, measure_exchanges, measure_overlap
-from heterodyne.measure.confirm import changes
+from heterodyne.measure.confirm import Cores, busy, changes, taken_by_others
 from heterodyne.measure.host_memory import host_context_bytes
 from heterodyne.measure.kernels import measure_blocks
 from heterodyne.measure.links import measure_host_copies, measure_sends
 from heterodyne.measure.notes import told_once
 from heterodyne.measure.optimizer_step import measure_optimizer
-from heterodyne.measure.others import Cores, busy, taken_by_others
 from heterodyne.measure.peers import Peers, ProcessGroup
 from heterodyne.measure.sampling import Sampling
 from heterodyne.measure.step_overhead import LoneSteps, measure_step_overhead
