@@ -28,7 +28,7 @@ from heterodyne.errors import CaptureError, HeterodyneError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.loss_count import LossCount
 from heterodyne.runtime.exact.dropout import draws_call_number
-from heterodyne.runtime.exact.interception import Interception, batch_norms
+from heterodyne.runtime.exact.interception import BatchNormCall, Interception, batch_norms
 from heterodyne.runtime.exact.same_again import changed_names, kept_tensors, words_of_second_call
 from heterodyne.runtime.exact.verify import GradientErrors, compare, gradients_after, rounding_bar
 from heterodyne.runtime.exact.weighting import sum_of_parts
@@ -215,22 +215,11 @@ class _FixedBatchNorm(Interception):
         self.took_gradient = True
         return torch.autograd.grad(*args, **options)
 
-    def _batch_norm(
-        self,
-        input: Tensor,  # [N, C, ...]
-        running_mean: Tensor | None,  # [C]
-        running_var: Tensor | None,  # [C]
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        if not training:
-            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        self.calls.append((input.shape[1], id(running_mean)))
-        mean = torch.zeros(input.shape[1], dtype=torch.float32, device=input.device)
-        return F.batch_norm(input, mean, torch.ones_like(mean), weight, bias, False, 0.0, eps)
+    def _batch_norm(self, call: BatchNormCall) -> Tensor:
+        channels = call.input.shape[1]
+        self.calls.append((channels, id(call.running_mean)))
+        mean = torch.zeros(channels, dtype=torch.float32, device=call.input.device)
+        return F.batch_norm(call.input, mean, torch.ones_like(mean), call.weight, call.bias, False, 0.0, call.eps)
 
 
 class _RandomOps(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not say
