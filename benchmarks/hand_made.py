@@ -244,7 +244,7 @@ def _captured(
 ) -> tuple[Captured, WholeModel, Settings]:
     from heterodyne.api.as_it_is import AsItIs
     from heterodyne.api.capturing import capture_everywhere
-    from heterodyne.api.loop.whole import copies_of
+    from heterodyne.api.model_source import copies_of
     from heterodyne.api.settings import Settings
     from heterodyne.frontend import Captured, loss_of
     from heterodyne.job import OptimizerSection, ParallelismSection

@@ -40,8 +40,8 @@ from heterodyne.model_output import loss_of
 from heterodyne.plan.lower import lower
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline, Plan
+from heterodyne.processes.heap import keep_freed_memory
 from heterodyne.runtime.comm.communicator import Communicator
-from heterodyne.runtime.host_heap import keep_freed_memory
 from heterodyne.runtime.stages import host_link
 from heterodyne.runtime.worker import Worker
 from heterodyne.search.planner import plan as search_plan

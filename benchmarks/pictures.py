@@ -16,10 +16,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from heterodyne.errors import HeterodyneError
-from heterodyne.report.legend import legend
 from heterodyne.report.line_chart import smoothed
 from heterodyne.report.palette import LIGHT, STAGE_COLOURS, event_key, has_stages
 from heterodyne.report.run import Metrics, Run
+from heterodyne.report.sections.timelines import legend
 from heterodyne.report.step_times import typical
 from heterodyne.timeline import Event, Timeline
 from heterodyne.units import format_seconds

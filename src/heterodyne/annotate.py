@@ -1,4 +1,4 @@
-"""What an author writes into forward to say how parts of a model lie on devices: `replicate` and `split`.
+"""What an author writes into forward to say how parts of a model are laid out on devices: `replicate` and `split`.
 
     hd.set_default_strategy(hd.replicate(8))         # for whatever is in no scope
 
@@ -47,7 +47,7 @@ _FOREIGN = (
 
 
 class Mark(TypedDict):
-    """What an op is told of its TaskGraph. ``entry`` tells one from another; ``inside`` is the entry of the one around it."""
+    """What an op knows of its TaskGraph. ``entry`` tells one from another; ``inside`` is the entry of the one around it."""
 
     entry: int
     inside: int | None
@@ -75,7 +75,7 @@ class _Line(NamedTuple):
 
 
 class Strategy:
-    """How a TaskGraph lies on devices; as a context manager, the TaskGraph of what it encloses. It can be entered again."""
+    """How a TaskGraph is laid out on devices; as a context manager, the TaskGraph of what it encloses. It can be entered again."""
 
     def __init__(self, kind: Kind, device_count: int, name: str | None) -> None:
         self.kind = kind
@@ -189,11 +189,11 @@ def split(device_count: int, name: str | None = None) -> Strategy:
 
 
 def set_default_strategy(strategy: Strategy | None) -> None:
-    """What holds for ops outside of scopes; None: nothing.
+    """Set what holds for ops outside of scopes; None: nothing.
 
-    Outside of a forward it is the default of all captures that follow, in this process, until it is set anew. In a forward
+    Outside of a forward it is the default of all captures that follow, in this process, until it is set again. In a forward
     it holds for what follows in that forward and is forgotten with the capture: set again, it opens a new TaskGraph, which
-    is a new stage of a pipeline. A forward that merely runs sets nothing (told by ``nn.Module.__call__`` among the callers).
+    is a new stage of a pipeline. A forward that merely runs sets nothing (seen by ``nn.Module.__call__`` among the callers).
 
     Raises CaptureError in a scope, and for what is not `replicate` or `split`.
     """

@@ -87,7 +87,7 @@ def _faults(function: Callable[..., Any], signature: inspect.Signature, name: st
 
 
 def _choices(function: Callable[..., Any], annotation: Any) -> tuple[str, ...]:
-    """Of an annotation that is ``Literal[...]``, or the name of one."""
+    """Return the choices of an annotation that is ``Literal[...]``, or the name of one."""
     if isinstance(annotation, str):
         if written := re.fullmatch(r"Literal(\[[^\]]*\])", annotation):
             return tuple(ast.literal_eval(written[1]))
@@ -99,7 +99,7 @@ def _choices(function: Callable[..., Any], annotation: Any) -> tuple[str, ...]:
 
 
 def _is_a(value: object, *names: str) -> bool:
-    """Whether its class, or one that it is derived from, has one of these names: ``module.Class``."""
+    """Return whether its class, or one that it is derived from, has one of these names: ``module.Class``."""
     return any(f"{of.__module__}.{of.__qualname__}" in names for of in type(value).__mro__)
 
 

@@ -11,18 +11,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from torch import Tensor, nn
 
 from heterodyne.code_read import CodeRead, is_filled, is_users
 
-__all__ = ["Kept", "Root", "defaults_of", "functions_of", "kept_by", "root_of", "unchanged_around"]
+__all__ = ["HOOKS", "OF_TORCH", "Kept", "Root", "defaults_of", "functions_of", "kept_by", "root_of", "unchanged_around"]
 
 _DEEPEST = 3
 _MOST_ENTRIES = 10_000  # a longer container holds data
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+OF_TORCH: Final = frozenset(vars(nn.Module()))
+"""What torch keeps in each module."""
+HOOKS: Final = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks") and "state_dict" not in name)
+"""Of these, the tables of hooks that a step calls."""
+_OF_MODULES = OF_TORCH - {"training"}
 
 Root: TypeAlias = str | tuple[str, int] | tuple[int, str]
 """Where a walk through what a model keeps begins, alike in all copies: the path of a module; that, and the number of one of its classes;
@@ -68,7 +71,7 @@ def kept_by(model: nn.Module, functions: Sequence[FunctionType]) -> Iterator[Kep
                 name = f"{path}.{attribute}" if path else attribute
                 kept = Kept(name=name, holder=module, key=attribute, value=value, root=path, module=module)
                 yield from _with_entries(kept, _DEEPEST, seen)
-        for kind in _HOOKS:
+        for kind in HOOKS:
             for number, hook in enumerate(getattr(module, kind).values()):
                 kept = Kept(name=f"a hook of {path!r}", holder=module, key=(kind, number), value=hook, root=path)
                 yield from _with_entries(kept, _DEEPEST, seen)
@@ -156,7 +159,7 @@ def functions_of(model: nn.Module) -> list[FunctionType]:
     """Return the functions that forward may call: hooks, methods of modules, and what the user's code calls by name."""
     found: dict[int, FunctionType] = {}
     for module in model.modules():
-        for hook in (hook for kind in _HOOKS for hook in getattr(module, kind).values()):
+        for hook in (hook for kind in HOOKS for hook in getattr(module, kind).values()):
             called = hook.func if isinstance(hook, partial) else hook
             called = getattr(called, "__func__", called)
             if isinstance(called, FunctionType):
@@ -268,7 +271,7 @@ def _set_back(holder: Any, held: Any) -> None:
 
 
 def _is_own(holder: Any, name: str) -> bool:
-    """Whether an attribute is the user's: those of `nn.Module` itself hold weights, which the block may move."""
+    """Return whether an attribute is the user's: those of `nn.Module` itself hold weights, which the block may move."""
     return not (isinstance(holder, nn.Module) and name.startswith("_"))
 
 

@@ -300,7 +300,7 @@ def _named(code: CodeType, operation: str) -> frozenset[str]:
 
 
 def is_users(value: object) -> bool:
-    """Whether it is anything but a module, a class or a function of an installed library, or of this package."""
+    """Return whether it is anything but a module, a class or a function of an installed library, or of this package."""
     if isinstance(value, MethodType):
         value = value.__func__
     if isinstance(value, FunctionType):
@@ -316,7 +316,7 @@ def is_users(value: object) -> bool:
 
 
 def _is_implicit(name: str) -> bool:
-    """Whether Python calls a method of that name where code does not name it: of operators, entries, attributes and conversions."""
+    """Return whether Python calls a method of that name where code does not name it: of operators, entries, attributes and conversions."""
     return name.startswith("__") and name.endswith("__") and name not in _OF_LIFE
 
 

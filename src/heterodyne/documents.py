@@ -111,7 +111,7 @@ def _line(at: Sequence[str | int], lines: Mapping[Location, int]) -> int | None:
 
 
 def _override(at: Location, overrides: Mapping[Location, str], lines: Mapping[Location, int]) -> str | None:
-    """What filled the place, something around it, or all that there is in it, if it was not the file."""
+    """Return what filled the place, something around it, or all that there is in it, if it was not the file."""
     around = (place for place in overrides if at[: len(place)] == place)
     inside = (place for place in overrides if place[: len(at)] == at and at not in lines)
     return next((overrides[place] for place in (*around, *inside)), None)
@@ -162,13 +162,13 @@ def _say(fault: Any, document: type[BaseModel]) -> str:
 
 
 def _shortened(text: str) -> str:
-    """Where it shows a value that is a page long, its two ends."""
+    """Return the message with the two ends of a value that is a page long."""
     half = _MOST_LETTERS // 2
     return text if len(text) <= _MOST_LETTERS else f"{text[:half]} ... {text[-half:]}"
 
 
 def _keys(document: Any, at: Sequence[str | int]) -> list[str]:
-    """The keys that the section at that place can have; none if it cannot be told."""
+    """The keys that the section at that place can have; none if they are not known."""
     for part in at:
         if isinstance(part, int):
             continue

@@ -18,7 +18,7 @@ _CHECKS: Final = ("has_torch_function", "has_torch_function_unary", "has_torch_f
 
 
 def run_eager() -> AbstractContextManager[Any]:
-    """While active, nothing that is compiled runs compiled, nor is compiled. Dynamo would leave code that it meets under a dispatch mode
+    """While active, nothing that is compiled runs compiled, nor is compiled. Dynamo would leave code that it finds under a dispatch mode
     uncompiled for good.
     """
     if "torch._dynamo" not in sys.modules:

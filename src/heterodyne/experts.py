@@ -105,7 +105,7 @@ def permute(tokens: Tensor, route: Route, anchor: Tensor | None = None) -> Tenso
 
 
 def unpermute(results: Tensor, weights: Tensor, rows: Tensor, route: Route) -> Tensor:
-    """What the experts made [S, H] of the rows that were `permute`, back at their tokens and added up: [N, H].
+    """Return what the experts made [S, H] of the rows that were `permute`, back at their tokens and added up: [N, H].
 
     ``weights``: [N, k] of the tokens here.
     """
@@ -184,7 +184,9 @@ def _grouped(rows: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 class _Grouped(torch.autograd.Function):
-    """Products are written where they are to lie. A matrix that no row meets has a gradient of zero, as it has on one device."""
+    """Products are written where they are to be. A matrix that no row is multiplied with has a gradient of zero, as it has on one
+    device.
+    """
 
     @staticmethod
     def forward(ctx: FunctionCtx, rows: Tensor, weight: Tensor, counts: tuple[int, ...]) -> Tensor:

@@ -25,7 +25,7 @@ _FOREIGN = (str(Path(torch.__file__).parent), str(Path(importlib.__file__).paren
 
 
 def call_factory(factory: str, arguments: Mapping[str, Any], *, base: Path, key: str) -> Any:
-    """What the function returns.
+    """Return what the function returns.
 
     Args:
         factory: its name.

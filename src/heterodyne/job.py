@@ -228,7 +228,7 @@ class OptimizerSection(Section):
 
     @property
     def reach(self) -> Reach:
-        """What the update of an element depends on."""
+        """Return what the update of an element depends on."""
         return "weight" if self.name in ("adafactor", "adamw8bit") else "element"
 
 
@@ -334,7 +334,7 @@ class Job(Section):
 
     @property
     def decisive(self) -> dict[str, Any]:
-        """What decides the losses, as plain JSON values: not how long it goes on, where files are kept, nor how it is spread,
+        """Return what decides the losses, as plain JSON values: not how long it goes on, where files are kept, nor how it is spread,
         validated or reported.
         """
         return decisive(self.model_dump(mode="json"))
@@ -355,7 +355,7 @@ class Job(Section):
 
 
 def decisive(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the fields of a job, those that decide the losses; fields that have no value are left out.
+    """Return those fields of a job that decide the losses; fields that have no value are left out.
 
     The number of steps is none of them, but it is the length of a cosine schedule that has no ``schedule_steps``. Of fields that
     are decisive already nothing is changed, so what an older release has recorded can be compared with this.

@@ -19,34 +19,37 @@ class LossCount(Protocol):
 
     @property
     def counts_data(self) -> bool:
-        """Whether the samples must be read to know the statistics; else their number is all there is to know."""
+        """Return whether the samples must be read to know the statistics; else their number is all there is to know."""
 
     @property
     def size(self) -> int:
-        """How many statistics there are, with the number of samples."""
+        """Return how many statistics there are, with the number of samples."""
 
     def statistics(self, part: Mapping[str, Tensor], samples: int, buffers: Mapping[str, Tensor]) -> Tensor:
-        """Of a part of a batch, in float64 on the host, with the buffers of the model by name (they may weight classes)."""
+        """Return the statistics of a part of a batch, in float64 on the host, with the buffers of the model by name (they may weight
+        classes).
+        """
 
     def weight(self, part: Tensor, whole: Tensor) -> float:
         """By what the loss of a part is multiplied to be its part of the loss of the whole; 0 if its denominator is 0."""
 
     @property
     def split(self) -> bool:
-        """Whether the terms of the loss have denominators of their own; the graph is then given those of the whole batch."""
+        """Return whether the terms of the loss have denominators of their own; the graph is then given those of the whole batch."""
 
     def divisors(self, whole: Tensor) -> Mapping[str, Tensor]:
-        """What a split loss is given beside the batch, by name; nothing for any other."""
+        """Return what a split loss is given beside the batch, by name; nothing for any other."""
 
     def total(self, whole: Tensor) -> float:
-        """What people are told that the loss counts in a batch: its denominator, else the samples."""
+        """Return what people see that the loss counts in a batch: its denominator, else the samples."""
 
     def is_defined(self, whole: Tensor) -> bool:
-        """Whether no denominator of the loss is 0."""
+        """Return whether no denominator of the loss is 0."""
 
     @property
     def together(self) -> bool:
-        """Whether the loss compares samples: then each replica computes the loss of the whole batch, from all its samples at once."""
+        """Return whether the loss compares samples: then each replica computes the loss of the whole batch, from all its samples at
+        once."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def build_stored(section: ModelSection, *, base: Path) -> tuple[nn.Module, Store
 
 
 def build_count(section: ModelSection, *, base: Path) -> Literal["samples", "sum"] | Callable[..., Any] | None:
-    """What a job says that the loss of its model divides by. Raises JobError for a function that is not there."""
+    """Return what a job says that the loss of its model divides by. Raises JobError for a function that is not there."""
     given = section.loss_count
     if given is None or given == "samples" or given == "sum":
         return given  # type: ignore[return-value]  # the test narrows it

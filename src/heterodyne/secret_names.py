@@ -45,7 +45,7 @@ def without_secrets(value: Any) -> Any:
 
 
 def has_secrets(value: Any) -> bool:
-    """Whether `without_secrets` leaves out anything."""
+    """Return whether `without_secrets` leaves out anything."""
     plain = without_secrets(value)
     return bool(plain != _lists(value))
 

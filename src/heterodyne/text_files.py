@@ -1,6 +1,6 @@
 """Files that are read with a bound and written whole or not at all.
 
-Whatever a person or a stranger names as a file is opened here. Opening a pipe that nobody writes to waits for ever, and a device may have
+Whatever a person or a stranger names as a file is opened here. Opening a pipe that nobody writes to waits forever, and a device may have
 no end, so only regular files are read.
 """
 
@@ -98,7 +98,8 @@ def _named(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
-    """Where to write a file: beside ``path``, whose place it takes at the end, so that an interrupted or failed write changes nothing.
+    """Give the place to write a file: beside ``path``, whose place it takes at the end, so that an interrupted or failed write changes
+    nothing.
 
     A link stays one. A device or a pipe, such as /dev/null, is written to and not replaced. ``private``: nobody but its owner can read the
     file. Raises OSError.

@@ -96,7 +96,7 @@ class TrackerOptions(Section):
 
     @property
     def package(self) -> str | None:
-        """What must be installed; None: nothing that is known."""
+        """Return what must be installed; None: nothing that is known."""
         return None if self.name == "custom" else self.name
 
 

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heterodyne.api import again
-from heterodyne.api.again import Training, train_here
-from heterodyne.api.kernel_kills import KernelKills
+from heterodyne.api.again import KernelKills, Training, train_here
 from heterodyne.api.learned_memory import as_learned
 from heterodyne.cluster import Cluster, Device
 from heterodyne.cluster.written import cluster_to_json
@@ -23,7 +22,7 @@ from heterodyne.errors import HeterodyneError, OutOfMemoryError
 from heterodyne.plan import Plan
 from heterodyne.plan.plan import Prediction
 from heterodyne.processes import OUT_OF_MEMORY
-from heterodyne.runtime.records.run_directory import RunDirectory
+from heterodyne.run_directory import RunDirectory
 from heterodyne.runtime.records.shortages import Shortage, note_shortage, read_shortages
 
 SHORTAGE = Shortage(

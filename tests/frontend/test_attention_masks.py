@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from heterodyne.frontend.attention_masks import as_in_a_run
+from heterodyne.frontend.as_in_a_run import as_in_a_run
 from heterodyne.frontend.trace import capture
 from heterodyne.graph.ir import Op
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from frontend.by_hand import assert_gradients, eager, piped
 from heterodyne.api.distributing import distribute
-from heterodyne.api.loop.whole import copies_of
+from heterodyne.api.model_source import copies_of
 from heterodyne.errors import CaptureError, HeterodyneError
 from heterodyne.frontend import capture, loss_of, trace
 

@@ -293,7 +293,7 @@ UNKNOWN: dict[str, tuple[LossFunction, str]] = {
     "only the weights": (lambda n, z, y, m: n.linear.weight.pow(2).sum(), "does not depend on the"),
     "weights behind samples that see each other": (
         lambda n, z, y, m: F.linear((z.softmax(0) * z).transpose(0, 1), n.linear.weight.T).pow(2).mean(),
-        "a weight matrix meets samples that have seen each other",
+        "a weight matrix is multiplied with samples that depend on each other",
     ),
     "dropout behind samples that see each other": (
         lambda n, z, y, m: F.dropout(z.softmax(0), 0.5).pow(2).mean(),

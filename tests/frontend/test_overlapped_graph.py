@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from heterodyne.frontend.overlapped_graph import overlapped_graph
+from heterodyne.frontend.in_turns import overlapped_graph
 
 HALVES = ("0", "1")
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from heterodyne.api.lone_steps import lone_steps
 from heterodyne.api.measured_draws import MeasuredDraws
+from heterodyne.api.measuring import lone_steps
 from heterodyne.cluster import BlockSample
 from heterodyne.errors import MeasureError
 from heterodyne.frontend import Captured, loss_of, trace

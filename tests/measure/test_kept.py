@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from heterodyne.measure.kept import bytes_kept
+from heterodyne.measure.block_run import bytes_kept
 
 
 def test_what_an_op_keeps_of_its_own_result_is_counted_once_and_let_go() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from heterodyne.measure.others import Cores, busy, taken_by_others
+from heterodyne.measure.confirm import Cores, busy, taken_by_others
 
 
 def cores(worked_s: float, idle_s: float, own_s: float) -> Cores:

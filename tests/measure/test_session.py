@@ -14,7 +14,7 @@ from heterodyne.cluster import Cluster, Device, Profile
 from heterodyne.cluster.profile import PROFILE_VERSION
 from heterodyne.errors import MeasureError
 from heterodyne.measure import Cache, measure
-from heterodyne.measure.others import Cores
+from heterodyne.measure.confirm import Cores
 from heterodyne.runtime.comm.communicator import Communicator
 from measure.fake_device import FakeClock, FakeProgram
 from measure.fake_model import graph_of, request_of

@@ -124,7 +124,7 @@ def test_a_run_needs_no_job_and_finds_what_its_job_names(capsys: pytest.CaptureF
     assert main(("simulate", "elsewhere/run", "--out", "b.jsonl")) == 0
     assert capsys.readouterr().out == of_job
     assert main(("simulate", "plan/plan.json")) == 2
-    assert "no job.yaml lies beside it: name the job with --job" in capsys.readouterr().err
+    assert "no job.yaml is beside it: name the job with --job" in capsys.readouterr().err
 
 
 def test_a_schedule_by_name_or_from_a_file_is_the_same(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,7 @@ from heterodyne.cluster import Cluster, Profile
 from heterodyne.cluster.profile import LinkSample
 from heterodyne.errors import MeasureError
 from heterodyne.measure import Cache, discover_cluster, measure
-from heterodyne.measure.collectives import MESSAGE_BYTES, measure_all_reduce
-from heterodyne.measure.exchanges import PART_BYTES, measure_exchanges
+from heterodyne.measure.collectives import MESSAGE_BYTES, PART_BYTES, measure_all_reduce, measure_exchanges
 from heterodyne.measure.links import measure_sends
 from heterodyne.measure.sampling import Sampling
 from heterodyne.measure.workbench import Workbench

@@ -22,6 +22,7 @@ from heterodyne.frontend import Captured, trace
 from heterodyne.job import Job
 from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.plan.lower import lower
+from heterodyne.run_directory import RunDirectory
 from heterodyne.runtime.checkpoint.export import WEIGHTS
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.comm.communicator import Communicator
@@ -30,7 +31,6 @@ from heterodyne.runtime.data.text import GlobalBatch, TextData
 from heterodyne.runtime.data.tokens import open_tokens
 from heterodyne.runtime.engine import Outcome
 from heterodyne.runtime.records.progress import SilentReporter
-from heterodyne.runtime.records.run_directory import RunDirectory
 from heterodyne.runtime.trainer import Trainer
 from heterodyne.runtime.worker import StepResult, Worker
 from multiprocess.pool import Pool, RemoteError, World

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from heterodyne.code_read import digest_of_code
 from heterodyne.errors import HeterodyneError, WorkerError
+from heterodyne.run_directory import RunDirectory
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.comm.communicator import Communicator
-from heterodyne.runtime.records.run_directory import RunDirectory, require_shared
+from heterodyne.runtime.records.run_lock import require_shared
 from heterodyne.runtime.same_ranks import require_same_code, require_same_software
 from multiprocess.pool import Pool, World
 

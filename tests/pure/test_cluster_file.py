@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterodyne.cluster import Cluster, Device, Link
-from heterodyne.cluster.file import CATALOG_LINK_LATENCY_S, load_cluster
+from heterodyne.cluster.file import load_cluster
+from heterodyne.cluster.file_values import CATALOG_LINK_LATENCY_S
 from heterodyne.cluster.written import cluster_from_json, cluster_to_json
 from heterodyne.errors import ClusterError
 
@@ -124,11 +125,11 @@ def test_numbers_of_a_kind_go_on_where_it_is_listed_twice(write: Write) -> None:
         ("130 GB/s", "0 GB/s", 11, "is the unit right"),
         ("latency: 5 us", "latency: 5 h", 11, "is the unit right"),
         (", latency: 5 us", "", 11, "latency: is missing"),
-        ("[new, old]", "[new, young]", 13, "no node 'young'; the nodes are .*old"),
+        ("[new, old]", "[new, young]", 13, "no node or place 'young'; there are new, old"),
         ("[new, old]", "[old, old]", 13, "joins a node with itself"),
         ("[new, old]", "[new-0, new-0]", 13, "joins a node with itself"),
-        ("[new, old]", "[new]", 13, "neither two nodes"),
-        ("[new, old]", "everything", 13, "neither two nodes"),
+        ("[new, old]", "[new]", 13, "neither two places or nodes"),
+        ("[new, old]", "everything", 13, "neither two places or nodes, .* nor one of all"),
         ("[new, old]", "all", 14, "given twice .first on line 13"),
         ("between: all", "between: [old, new-1]", 14, "old and new-1 is given twice .first on line 13"),
     ],
@@ -145,9 +146,9 @@ def test_what_is_wrong_is_told_with_its_line(write: Write, old: str, new: str, l
     [
         ("", "is empty"),
         ("- a", "a cluster is a mapping"),
-        ("nodes: []", "nodes: is empty"),
-        ("name: x", "nodes: is missing"),
-        ("nodes: [{name: a, devices: []}]", "devices: is empty"),
+        ("nodes: []", "is empty; give .* nodes"),
+        ("name: x", "is empty; give .* nodes"),
+        ("nodes: [{name: a, devices: []}]", "nodes.0: has no devices"),
         ("nodes: [", "not YAML"),
     ],
 )

@@ -12,9 +12,8 @@ import pytest
 
 from heterodyne.errors import HeterodyneError
 from heterodyne.report.html import write_report
-from heterodyne.report.lanes import lanes
 from heterodyne.report.run import load_run
-from heterodyne.report.sections.timelines import lengths_in_words
+from heterodyne.report.sections.timelines import lanes, lengths_in_words
 from heterodyne.report.step_times import median_step, typical
 from heterodyne.timeline import Event, Timeline
 from report.synthetic_run import write_run

@@ -7,11 +7,10 @@ import itertools
 import pytest
 
 from heterodyne.report.html import write_report
-from heterodyne.report.lanes import lanes
-from heterodyne.report.legend import legend
 from heterodyne.report.palette import DARK_STAGES, SERIES, STAGE_COLOURS
 from heterodyne.report.run import Run, load_run
 from heterodyne.report.sections.stages import stage_section
+from heterodyne.report.sections.timelines import lanes, legend
 from heterodyne.report.step_times import by_rank, typical
 from heterodyne.report.words import percent
 from heterodyne.timeline import Timeline

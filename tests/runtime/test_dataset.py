@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from heterodyne.errors import DataError
-from heterodyne.runtime.data.balance import balanced
-from heterodyne.runtime.data.dataset import DatasetSource
+from heterodyne.runtime.data.dataset import DatasetSource, balanced
 from heterodyne.runtime.slices import BatchSource, OneShape
 from runtime.schedules import live_through
 

@@ -19,7 +19,7 @@ from heterodyne.runtime.rendezvous import store as stores
 from heterodyne.runtime.rendezvous.distributed import init_distributed
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 from heterodyne.runtime.rendezvous.file_handles import require_file_handles
-from heterodyne.runtime.rendezvous.own_secret import secret_of_user
+from heterodyne.runtime.rendezvous.run_secret import secret_of_user
 from heterodyne.runtime.rendezvous.store import open_store
 
 GIVEN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from heterodyne.runtime.liveness.failure_detector import (
-    Calls,
+    CallProgress,
     Failure,
     FailureDetector,
     Heartbeat,
@@ -102,10 +102,10 @@ def test_who_works_too_long_is_blamed_only_while_somebody_waits() -> None:
 
 
 def test_who_is_busy_between_the_calls_of_a_loop_is_told_of_phase() -> None:
-    called = Calls().begun("step()").ended()
+    called = CallProgress().begun("step()").ended()
     busy = Heartbeat(number=1, count=9, kind="work", state="between steps", age_s=31.0, limit_s=20.0, calls=called)
     phase = replace(busy, kind="phase", state="uploading")
-    job = replace(busy, calls=Calls())  # a job has no loop of the user's own
+    job = replace(busy, calls=CallProgress())  # a job has no loop of the user's own
     for stuck, words in (
         (busy, "is busy outside of the calls of its trainer"),
         (phase, "in uploading"),
@@ -163,20 +163,20 @@ def test_who_left_while_the_others_wait_is_named() -> None:
 def test_what_goes_through_the_store_comes_back() -> None:
     failure = Failure(rank=3, host="node3", text="rank 3 died", interrupted=True)
     assert Failure.load(failure.dump().encode()) == failure
-    raised = replace(heartbeat(5), calls=Calls().begun("step()").ended(ValueError("no")))
+    raised = replace(heartbeat(5), calls=CallProgress().begun("step()").ended(ValueError("no")))
     report = Report(own=heartbeat(4), others={7: raised}, heard=3)
     assert Report.load(report.dump()) == report
     assert Member.load(MEMBERS[1].dump()) == MEMBERS[1]
 
 
-def calling(number: int, calls: Calls, *, age_s: float = 0.0, kind: Kind = "work") -> Heartbeat:
+def calling(number: int, calls: CallProgress, *, age_s: float = 0.0, kind: Kind = "work") -> Heartbeat:
     return Heartbeat(
         number=number, count=1, kind=kind, state="x", age_s=0.0, limit_s=1e3, calls=calls, call_age_s=age_s
     )
 
 
 def test_ranks_in_different_calls_are_named_with_them() -> None:
-    stepped = Calls().begun("step()").ended()
+    stepped = CallProgress().begun("step()").ended()
     it = detector()
     it.observe(
         1, {0: calling(1, stepped.begun("state_dict()")), **{r: calling(1, stepped.begun("step()")) for r in (1, 2)}}
@@ -184,13 +184,13 @@ def test_ranks_in_different_calls_are_named_with_them() -> None:
     failure = it.failure()
     assert failure is not None
     assert "rank 0 is in state_dict(); ranks 1, 2 are in step()" in failure.text
-    assert Heartbeat.of(calling(1, stepped.begun("close()")).fields()).calls == Calls(
+    assert Heartbeat.of(calling(1, stepped.begun("close()")).fields()).calls == CallProgress(
         2, "close()", "step()", inside=True
     )
 
 
 def test_calls_that_differ_are_named_also_where_their_collectives_matched_and_they_ended() -> None:
-    stepped = Calls().begun("step()").ended()
+    stepped = CallProgress().begun("step()").ended()
     it = detector()
     alone = stepped.begun("state_dict()").ended().begun("step()").ended()
     it.observe(1, {0: calling(1, alone), **{r: calling(1, stepped.begun("step()").ended()) for r in (1, 2)}})
@@ -200,7 +200,7 @@ def test_calls_that_differ_are_named_also_where_their_collectives_matched_and_th
 
 
 def test_a_rank_that_is_a_call_ahead_is_in_order_if_it_has_made_the_same_ones() -> None:
-    first = Calls().begun("step()")
+    first = CallProgress().begun("step()")
     it = detector()
     it.observe(
         1, {0: calling(1, first), 1: calling(1, first.ended().begun("evaluate()")), 2: calling(1, first.ended())}
@@ -209,7 +209,7 @@ def test_a_rank_that_is_a_call_ahead_is_in_order_if_it_has_made_the_same_ones() 
     it.observe(
         2,
         {
-            0: calling(2, Calls().begun("evaluate()")),
+            0: calling(2, CallProgress().begun("evaluate()")),
             1: calling(2, first.ended().begun("step()")),
             2: calling(2, first),
         },
@@ -218,7 +218,7 @@ def test_a_rank_that_is_a_call_ahead_is_in_order_if_it_has_made_the_same_ones() 
 
 
 def test_who_has_left_without_a_call_that_others_are_in_is_blamed() -> None:
-    done = Calls().begun("step()").ended()
+    done = CallProgress().begun("step()").ended()
     it = detector()
     it.observe(
         1,
@@ -231,7 +231,7 @@ def test_who_has_left_without_a_call_that_others_are_in_is_blamed() -> None:
 
 
 def test_a_call_that_others_may_still_come_to_is_told_after_a_while() -> None:
-    done = Calls().begun("step()").ended()
+    done = CallProgress().begun("step()").ended()
     it = detector()
     heartbeats = {1: calling(1, done), 2: calling(1, done, kind="phase")}
     it.observe(1, {0: calling(1, done.begun("state_dict()"), age_s=LIMITS.call_s - 1), **heartbeats})
@@ -241,12 +241,12 @@ def test_a_call_that_others_may_still_come_to_is_told_after_a_while() -> None:
     assert it.failure() is None
 
 
-def called(calls: Calls, age_s: float = 0.0, kind: Kind = "wait", number: int = 1) -> Heartbeat:
+def called(calls: CallProgress, age_s: float = 0.0, kind: Kind = "wait", number: int = 1) -> Heartbeat:
     return replace(heartbeat(number, kind, state="x", limit_s=1e3), calls=calls, call_age_s=age_s)
 
 
 def test_an_error_of_one_rank_that_its_script_caught_is_named_and_one_of_all_ranks_is_not() -> None:
-    inside = Calls().begun("step()")
+    inside = CallProgress().begun("step()")
     raised = inside.ended(ValueError("no such word\nand more"))
     on = raised.begun("close()")
     for others, age_s, found in (
@@ -312,9 +312,9 @@ def at_root(of_all: Sequence[Heartbeat]) -> tuple[dict[int, Heartbeat], dict[int
 def test_the_root_of_many_workers_judges_as_one_that_hears_them_all() -> None:
     draw, size = random.Random(0), 300
     members = [Member(rank=rank, host="h", pid=rank + 1, machine=f"m{rank}") for rank in range(size)]
-    step, evaluation = Calls().begun("step()"), Calls().begun("evaluate()")
+    step, evaluation = CallProgress().begun("step()"), CallProgress().begun("evaluate()")
 
-    def waits(age_s: float, calls: Calls = step) -> Heartbeat:
+    def waits(age_s: float, calls: CallProgress = step) -> Heartbeat:
         return replace(heartbeat(1, "wait", age_s=age_s, count=9), calls=calls)
 
     odd = {
@@ -325,7 +325,7 @@ def test_the_root_of_many_workers_judges_as_one_that_hears_them_all() -> None:
         "raised": replace(
             heartbeat(1), calls=replace(step, inside=False, raised=1, error="step() raised"), call_age_s=9.0
         ),
-        "left": replace(heartbeat(1, "left"), calls=Calls()),
+        "left": replace(heartbeat(1, "left"), calls=CallProgress()),
     }
     for what, its in odd.items():
         victim = draw.randrange(size)

@@ -20,7 +20,7 @@ from heterodyne.runtime.rendezvous import gateway, store_port
 from heterodyne.runtime.rendezvous import store as stores
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 from heterodyne.runtime.rendezvous.gateway import Gateway, Tunnel
-from heterodyne.runtime.rendezvous.handshake import GREETING, HandshakeError, SecretError, mac
+from heterodyne.runtime.rendezvous.run_secret import GREETING, HandshakeError, SecretError, mac
 from heterodyne.runtime.rendezvous.store import RunStore, kept_store, open_store
 from heterodyne.runtime.rendezvous.store_port import LOOPBACK, StorePort
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from heterodyne.errors import CaptureError
-from heterodyne.plan.buckets import Bucket, Part
+from heterodyne.plan.buckets import Bucket, BucketPart
 from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.comm.work import Work
 from heterodyne.runtime.records.recorder import Recorder
@@ -50,7 +50,7 @@ class Chain(nn.Module):
 
 def buckets_of(names: list[tuple[str, ...]]) -> list[Bucket]:
     return [
-        Bucket(index=i, parts=tuple(Part(name=name) for name in own), bytes=0, blocks=(0,))
+        Bucket(index=i, parts=tuple(BucketPart(name=name) for name in own), bytes=0, blocks=(0,))
         for i, own in enumerate(names)
     ]
 

@@ -19,8 +19,7 @@ from heterodyne.errors import CaptureError, DataError, HeterodyneError, VerifyEr
 from heterodyne.frontend import Captured, trace
 from heterodyne.graph.ir import Loss, ModelGraph
 from heterodyne.loss_count import CountedBy, LossCount
-from heterodyne.runtime.exact.disagreement import words_of
-from heterodyne.runtime.exact.finding import Finding
+from heterodyne.runtime.exact.finding import Finding, words_of
 from heterodyne.runtime.exact.guard import compare_forms
 from heterodyne.runtime.exact.small_batch import small_batch, without_counts
 from heterodyne.runtime.slices import as_source
@@ -361,7 +360,7 @@ def test_another_op_is_found_by_the_cut() -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (Counting, "when it is called a second time on the same samples"),
+        (Counting, "in a second call on the same samples"),
         (Streaming, r"keeps something from one call to the next. It sets 'state\[0\]' in forward"),
         (Renormed, r"puts other values into 'second.weight' in its forward"),
         (WritesItsBatch, "writes into 'x' of its batch in forward"),

@@ -11,7 +11,7 @@ import pytest
 
 PROGRAM = """
 import resource, torch
-from heterodyne.runtime.host_heap import keep_freed_memory
+from heterodyne.processes.heap import keep_freed_memory
 def once():
     tensors = [torch.ones(2**18) for _ in range(20)]  # a MiB each
 def new_pages():

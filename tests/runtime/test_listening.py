@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
-from heterodyne.runtime.rendezvous.listening import listening_socket
 from heterodyne.runtime.rendezvous.store import open_store
+from heterodyne.runtime.rendezvous.store_port import listening_socket
 
 
 def test_a_store_on_loopback_refuses_the_other_addresses_of_the_machine() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from heterodyne.errors import CheckpointError, HeterodyneError
-from heterodyne.runtime.records.run_directory import RunDirectory
+from heterodyne.run_directory import RunDirectory
 
 
 def test_runs_are_numbered_and_the_number_of_a_deleted_one_does_not_come_back_below_a_later_one(tmp_path: Path) -> None:

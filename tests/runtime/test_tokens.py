@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from heterodyne.errors import DataError
 from heterodyne.runtime.data.corpus import Source, text_sources
-from heterodyne.runtime.data.token_files import open_token_file
-from heterodyne.runtime.data.tokens import HEADER_BYTES, open_tokens, read_tokens
+from heterodyne.runtime.data.tokens import HEADER_BYTES, open_token_file, open_tokens, read_tokens
 
 TEXT = {"a": b"first file", "b": "zweite Dätei".encode()}
 

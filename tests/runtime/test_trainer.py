@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from heterodyne.errors import CheckpointError, NumericsError
 from heterodyne.job import CheckpointSection, Job, MetricsSection
 from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
+from heterodyne.run_directory import RunDirectory
 from heterodyne.runtime.checkpoint.export import WEIGHTS
 from heterodyne.runtime.checkpoint.tensor_files import write_tensors
 from heterodyne.runtime.comm.agreement import Agreement
@@ -31,7 +32,6 @@ from heterodyne.runtime.data.tokens import open_tokens
 from heterodyne.runtime.engine import Outcome
 from heterodyne.runtime.records.metrics import StepRecord
 from heterodyne.runtime.records.progress import Reporter
-from heterodyne.runtime.records.run_directory import RunDirectory
 from heterodyne.runtime.trainer import Trainer
 
 PLAN = Plan(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import secrets
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -11,15 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from heterodyne.api.kernel_kills import KernelKills
 from heterodyne.api.workers import command_of, run_workers, workers_here
-from heterodyne.errors import OutOfMemoryError
+from heterodyne.cluster.written import cluster_from_json
+from heterodyne.errors import HeterodyneError, OutOfMemoryError
+from heterodyne.plan.plan import Plan
 from heterodyne.processes import OUT_OF_MEMORY, shell_status, to_standard_error
-from heterodyne.runtime.records.run_directory import RUNS, RunDirectory
-from heterodyne.runtime.records.shortages import Shortage, read_shortages
+from heterodyne.run_directory import RUNS, RunDirectory
+from heterodyne.runtime.records.shortages import Shortage, note_shortage, read_shortages
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
+from heterodyne.text_files import read_text
 
-__all__ = ["Training", "train_here"]
+__all__ = ["KernelKills", "Training", "train_here"]
 
 _IN_VAIN = 4  # plans in a row that come no further
 
@@ -105,7 +109,7 @@ def _alone(training: Training, train: Callable[[Training], int]) -> int:
 
 
 def _goes_on(training: Training, say: Callable[[str], None]) -> bool:
-    """Whether to plan once more; what for, or why not, is printed. Not where nothing is known of what was lacked."""
+    """Return whether to plan once more; what for, or why not, is printed. Not where nothing is known of what was lacked."""
     assert training.run_dir is not None
     shortages = read_shortages(RunDirectory(training.run_dir).shortages)
     if training.on_out_of_memory == "stop" or not shortages:
@@ -125,9 +129,60 @@ def _goes_on(training: Training, say: Callable[[str], None]) -> bool:
 
 
 def _in_vain(tries: Sequence[Sequence[Shortage]]) -> int:
-    """How many of the last tries have come no further than one before."""
+    """Return how many of the last tries have come no further than one before."""
     furthest, count = -2, 0
     for each in tries:
         step = max(-1 if s.step is None else s.step for s in each)
         furthest, count = (step, 1) if step > furthest else (furthest, count + 1)
     return count
+
+
+_COUNTS = Path("/proc/vmstat")
+_KILLED = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
+
+
+class KernelKills:
+    """Counted from here on. ``noted``: a worker of the run was among the killed, and what it lacked is in the run directory."""
+
+    def __init__(self, run: RunDirectory, counts: Path = _COUNTS) -> None:
+        self._run = run
+        self._counts = counts
+        self._before = self._count()
+        self.noted = False
+
+    def explain(self, rank: int) -> str | None:
+        """Say that the kernel has killed for want of memory since, where it has; ``rank`` has failed."""
+        if self._count() == self._before:
+            return None
+        with suppress(HeterodyneError, OSError, ValueError, IndexError):  # the run may have had no plan yet
+            self.noted = self._note(rank)
+        return "the kernel has killed a process for want of memory"
+
+    def _note(self, rank: int) -> bool:
+        """Return whether it was known what the plan asked of this rank's device."""
+        plan, device = Plan.load(self._run.plan), cluster_from_json(read_text(self._run.cluster)).devices[rank].id
+        predicted = 0 if plan.predicted is None else plan.predicted.memory_bytes.get(device, 0)
+        if not predicted:
+            return False
+        # How much it had is not known; so much is: it was not enough for this plan.
+        shortage = Shortage(
+            device=device,
+            rank=rank,
+            step=None,
+            where="a step, in which the kernel killed it",
+            used_bytes=predicted - 1,
+            asked_bytes=1,
+            free_bytes=0,
+            predicted_bytes=predicted,
+            longer=False,
+            attempt=secrets.token_hex(4),
+        )
+        note_shortage(self._run.shortages, shortage)
+        return True
+
+    def _count(self) -> int:
+        try:
+            found = _KILLED.search(self._counts.read_text())
+        except OSError:
+            return 0
+        return int(found[1]) if found else 0

@@ -140,7 +140,7 @@ def _loss_of(
     error: NoGraphError,
     shared: Collection[str],
 ) -> tuple[Loss, LossCount, Recount | None]:
-    """As the user says, else from the graph of the loss, if that is outside of the model, and how to find it anew. Collective."""
+    """As the user says, else from the graph of the loss, if that is outside of the model, and how to find it again. Collective."""
     given = session.together(lambda: None if wanted.loss_count is None else read_count(wanted.loss_count))
     if given is not None:
         return given.loss, given, None

@@ -26,8 +26,7 @@ from heterodyne.measure.host_memory import host_context_bytes
 from heterodyne.measure.whole_model import WholeModel
 from heterodyne.plan.capabilities import asked_by, uses
 from heterodyne.plan.plan import Plan
-from heterodyne.runtime.exact.disagreement import needs_graph, words_of
-from heterodyne.runtime.exact.finding import Finding
+from heterodyne.runtime.exact.finding import Finding, needs_graph, words_of
 from heterodyne.runtime.exact.guard import compare_forms
 from heterodyne.runtime.slices import as_source
 from heterodyne.text_files import write_text
@@ -134,7 +133,7 @@ def _check(session: Session, captured: Captured, whole: WholeModel, budget_s: fl
 
 
 def _affordable(session: Session, graph: ModelGraph, budget_s: float) -> tuple[int, str]:
-    """How many samples to take; why none, where these bytes or seconds are not there."""
+    """Return how many samples to take; why none, where these bytes or seconds are not there."""
     device = session.cluster.devices[0]
     least = _SAMPLES[-1]
     # A copy of the model; gradients of one plain call, of what it is compared with, and those that are being made.
@@ -152,7 +151,7 @@ def _affordable(session: Session, graph: ModelGraph, budget_s: float) -> tuple[i
 
 
 def _flops_per_s(device: torch.device) -> float:
-    """What the device reaches in a multiplication of matrices: more than any model does, so times are underestimated."""
+    """Return what the device reaches in a multiplication of matrices: more than any model does, so times are underestimated."""
     matrix = torch.ones(_PROBE, _PROBE, device=device)
     taken = []
     for _ in range(3):
@@ -184,7 +183,7 @@ def _verdict(graph: ModelGraph, findings: tuple[Finding, ...], cut: str, seconds
 
 
 def _path(captured: Captured, device: torch.device) -> Path:
-    """Where the verdict is kept, under all that decides it but for the numbers in weights and data."""
+    """Return where the verdict is kept, under all that decides it but for the numbers in weights and data."""
     content = [
         _VERSION,
         captured.graph.fingerprint,

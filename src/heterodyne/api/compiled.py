@@ -30,7 +30,7 @@ def uncompiled(model: nn.Module) -> nn.Module:
 
 
 def with_compiled(module: nn.Module, model: nn.Module) -> nn.Module:
-    """What runs: the user's ``model``, compiled or not, itself or in the place of the one that ``module`` joins with a loss."""
+    """Return what runs: the user's ``model``, compiled or not, itself or in the place of the one that ``module`` joins with a loss."""
     inside = uncompiled(model)
     if inside is model:
         return module

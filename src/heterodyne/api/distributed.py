@@ -31,12 +31,12 @@ from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.plan import Plan
 from heterodyne.processes.signals import StopRequest, finished_first, orderly_stop
+from heterodyne.run_directory import RunDirectory
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints, taken_from
 from heterodyne.runtime.checkpoint.export import export_model
 from heterodyne.runtime.engine import EXTRA, Engine
 from heterodyne.runtime.records.progress import SilentReporter
 from heterodyne.runtime.records.recorder import Recorder
-from heterodyne.runtime.records.run_directory import RunDirectory
 from heterodyne.runtime.records.run_records import RunRecords
 from heterodyne.runtime.slices import BatchSource, as_source, is_source
 from heterodyne.runtime.weights.average import WeightAverage
@@ -113,22 +113,22 @@ class Distributed:
 
     @property
     def plan(self) -> Plan:
-        """Who does what."""
+        """Return who does what."""
         return self._prepared.lowered.plan
 
     @property
     def graph(self) -> ModelGraph:
-        """What was captured of the model."""
+        """Return what was captured of the model."""
         return self._prepared.captured.graph
 
     @property
     def profile(self) -> Profile:
-        """What was measured of the model on each device."""
+        """Return what was measured of the model on each device."""
         return self._prepared.profile
 
     @property
     def rank(self) -> int:
-        """Of this process, from 0."""
+        """The rank of this process, from 0."""
         return self._session.rank
 
     @property
@@ -139,7 +139,7 @@ class Distributed:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Of the parameters that this rank holds, perhaps none. A scheduler made of it is stepped on every rank."""
+        """The optimizer of the parameters that this rank holds, perhaps none. A scheduler made of it is stepped on every rank."""
         return self._worker.optimizer
 
     @optimizer.setter
@@ -169,8 +169,8 @@ class Distributed:
         """
         if self._closed:
             raise HeterodyneError(
-                "the trainer is closed: its 'with' is left, or close() was called, and nothing brings the gradients of the ranks together "
-                "any more. Step inside of the 'with', or distribute the model again"
+                "the trainer is closed: its 'with' block has ended, or close() was called, and the gradients of the ranks are no longer "
+                "reduced. Step inside of the 'with' block, or distribute the model again"
             )
         with self._calls.named("step()"), rescued_if_memory_ends(self._session, self._engine.rescue):
             result = self._engine.step(lambda: self._named(batch), self._stop)
@@ -181,7 +181,7 @@ class Distributed:
 
     @property
     def should_stop(self) -> bool:
-        """Whether any rank was asked to stop (Ctrl-C, SIGTERM), the same on all of them; to be read on every rank after each step.
+        """Return whether any rank was asked to stop (Ctrl-C, SIGTERM), the same on all of them; to be read on every rank after each step.
 
         From the first time that it is read until `close` a signal no longer ends the script at once: the step under way is finished, and
         this is true after it, on every rank after the same step, so that the script can save a checkpoint and leave its loop. A second
@@ -221,7 +221,7 @@ class Distributed:
 
     @checked_arguments
     def predict(self, batch: BatchLike, *, on: Literal["all", "rank0"] = "all") -> Any:
-        """What the model returns for the samples of a batch, in eval mode: tensors on the host, the samples in order.
+        """Return what the model returns for the samples of a batch, in eval mode: tensors on the host, the samples in order.
 
         What has no row for each sample (a loss, a cache) is None. The batch may lack what only the loss reads. None on the ranks that
         are not to have it.
@@ -242,8 +242,8 @@ class Distributed:
             return [count.weight(part, whole) for part in own]
 
     def gathered_weights(self) -> dict[str, Tensor] | None:
-        """Where the plan cuts the model every parameter and buffer, on the host of every rank; else None, and those of `module` are up
-        to date.
+        """Return every parameter and buffer, on the host of every rank, where the plan cuts the model; else None, and those of `module` are
+        up to date.
         """
         with self._calls.named("gathered_weights()"):
             tensors = self._worker.tensors()
@@ -392,12 +392,12 @@ class Distributed:
         return "" if planned is None else paragraph(planned)
 
     def predicted(self) -> Timeline | None:
-        """What should happen in a step; on rank 0, None elsewhere."""
+        """Return what should happen in a step; on rank 0, None elsewhere."""
         planned = self._prepared.planned
         return None if planned is None else planned.simulation.timeline(self._device_ids)
 
     def measured(self) -> Timeline | None:
-        """What happened in the latest steps; on rank 0, None elsewhere. Collective."""
+        """Return what happened in the latest steps; on rank 0, None elsewhere. Collective."""
         with self._calls.named("measured()"):
             return self._recorder.timeline(self._session.communicator, self._device_ids)
 

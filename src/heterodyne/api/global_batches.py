@@ -40,9 +40,9 @@ class Batches:
             yield batch
 
     def __len__(self) -> int:
-        """Of the whole run. Raises TypeError where it has no end."""
+        """Return the number of batches of the whole run. Raises TypeError where it has no end."""
         if self._last is None:
-            raise TypeError("these batches go on for ever: give a number of epochs, or stop the loop by yourself")
+            raise TypeError("these batches go on forever: give a number of epochs, or stop the loop by yourself")
         return self._last
 
     @checked_arguments

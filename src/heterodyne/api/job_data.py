@@ -11,17 +11,15 @@ from torch.utils.data import default_collate
 from heterodyne.errors import DataError, JobError
 from heterodyne.factories import call_factory
 from heterodyne.job import Job
-from heterodyne.runtime.data.corpus import Source, text_sources
+from heterodyne.runtime.data.corpus import JsonLines, PaddedDocuments, Source, TextFiles, text_sources
 from heterodyne.runtime.data.dataset import DatasetSource, is_map_style
 from heterodyne.runtime.data.images import ImageFolder
-from heterodyne.runtime.data.json_lines import JsonLines, PaddedDocuments, TextFiles
 from heterodyne.runtime.data.packing import PackedRows
 from heterodyne.runtime.data.source import DataSource
 from heterodyne.runtime.data.stream import StreamSource
 from heterodyne.runtime.data.text import TextData
-from heterodyne.runtime.data.token_files import open_token_file
 from heterodyne.runtime.data.tokenizer import has_tokenizer, load_tokenizer, open_tokenized
-from heterodyne.runtime.data.tokens import TokenFile, open_tokens
+from heterodyne.runtime.data.tokens import TokenFile, open_token_file, open_tokens
 
 __all__ = ["data_of"]
 
@@ -104,7 +102,7 @@ def _images(job: Job, base: Path) -> DatasetSource:
 
 
 def _dataset(job: Job, base: Path) -> DataSource:
-    """What the user's function returns."""
+    """Return what the user's function returns."""
     data = job.data
     given, collate = _called(str(data.dataset), job, base)
     validation = None

@@ -47,7 +47,7 @@ class JobModel:
 
 
 def settings_of(job: Job, session: Session) -> Settings:
-    """What planning needs to know of the job."""
+    """Return what planning needs to know of the job."""
     return Settings(
         global_batch_size=job.training.global_batch_size,
         precision=resolved(session, job.training.precision),

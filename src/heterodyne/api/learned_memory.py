@@ -27,7 +27,7 @@ def as_learned(cluster: Cluster, shortages: Sequence[Shortage]) -> Cluster:
 
 
 def _planned_with(device: Device, shortage: Shortage) -> int:
-    """What may be planned with of the device: what it was seen to have, in the measure of the prediction.
+    """Return what may be planned with of the device: what it was seen to have, in the measure of the prediction.
 
     The plan that failed had a predicted peak of P bytes and needed N > P, where U were usable. The prediction was too low by N / P, so the
     next plan may have a predicted peak of U P / N at most. As U < N, that is less than P: the plan that failed does not fit any more. If

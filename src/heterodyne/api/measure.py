@@ -9,7 +9,7 @@ from heterodyne.api.measuring import measure_everywhere
 from heterodyne.api.printing import show
 from heterodyne.api.session import open_session
 from heterodyne.job import Job
-from heterodyne.report.profile_tables import profile_rows
+from heterodyne.report.tables import profile_rows
 
 __all__ = ["measure_job"]
 

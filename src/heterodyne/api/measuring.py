@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
 
 from heterodyne.api.before_measuring import measuring_s
 from heterodyne.api.compiled import compile_module
-from heterodyne.api.lone_steps import lone_steps
 from heterodyne.api.measured_draws import MeasuredDraws
 from heterodyne.api.session import Session
 from heterodyne.api.settings import Settings
 from heterodyne.cluster.profile import WHOLE, Profile
+from heterodyne.cluster.spec import Cluster
 from heterodyne.frontend import CapturedModel
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.job import OptimizerSection
 from heterodyne.measure.block_run import BlockProgram
 from heterodyne.measure.cache import Cache, default_folder
 from heterodyne.measure.session import Request, measure
+from heterodyne.measure.step_overhead import LoneSteps
 from heterodyne.measure.whole_model import WholeModel
-from heterodyne.plan.precision import precision_of
+from heterodyne.plan.lower import lower
+from heterodyne.plan.precision import Precisions, precision_of
+from heterodyne.runtime.comm.communicator import Communicator
+from heterodyne.runtime.exact.one_device import one_device_plan
 from heterodyne.runtime.stages.deferred import DeferredWeights
+from heterodyne.runtime.worker import Worker
 from heterodyne.units import counted, format_seconds
 
-__all__ = ["measure_everywhere", "sizes_to_measure"]
+__all__ = ["lone_steps", "measure_everywhere", "sizes_to_measure"]
 
 
 _TELL_EVERY_S = 5.0
@@ -98,7 +107,7 @@ def measure_everywhere(
 
 
 def _programs(captured: CapturedModel, whole: WholeModel) -> dict[str, BlockProgram]:
-    """What is measured: each kind of block, and the model in one piece; of a model without a graph that is its one block."""
+    """Return what is measured: each kind of block, and the model in one piece; of a model without a graph that is its one block."""
     kinds = captured.graph.kinds
     if captured.graph.opaque is not None:
         return dict.fromkeys(kinds, whole)
@@ -116,3 +125,41 @@ def _progress(session: Session) -> Callable[[str, int, int], None]:
             session.say(f"  {what}: {number} of {total}")
 
     return tell
+
+
+def lone_steps(
+    session: Session,
+    captured: CapturedModel,
+    whole: WholeModel,
+    *,
+    optimizer: OptimizerSection,
+    precision: Precisions,
+) -> LoneSteps:
+    """On the device of this rank, with a copy of the model and one micro-batch a step."""
+    graph, own = captured.graph, session.cluster.devices[session.rank]
+    cluster = Cluster(name="one device", devices=(own,))
+
+    @contextmanager
+    def steps(size: int) -> Iterator[Callable[[], object]]:
+        plan = one_device_plan(graph, cluster, (0,), (size,))
+        plan = plan.model_copy(update={"precision": precision_of(precision, own.kind)})
+        batch = dict(zip((i.name for i in graph.inputs), whole.inputs_of(size, torch.device("cpu")), strict=True))
+        with (
+            torch.random.fork_rng(devices=[]),
+            Communicator(rank=0, world_size=1, device=session.device) as alone,
+        ):
+            worker = Worker(
+                whole.build(session.device),
+                lowered=lower(plan, graph, cluster, clip=False),
+                communicator=alone,
+                loss_count=captured.loss_count,
+                optimizer=optimizer,
+                total_steps=1,
+                clip_grad_norm=0.0,
+            )
+            try:
+                yield lambda: worker.step(batch)
+            finally:
+                worker.close()
+
+    return steps

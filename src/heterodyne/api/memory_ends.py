@@ -11,9 +11,9 @@ from heterodyne.api.learned_memory import infeasible
 from heterodyne.api.session import Session
 from heterodyne.api.settings import Prepared
 from heterodyne.errors import HeterodyneError, InfeasibleError, OutOfMemoryError
+from heterodyne.run_directory import RunDirectory
 from heterodyne.runtime.checkpoint.rescue import rescued
 from heterodyne.runtime.out_of_memory import told_with_stage
-from heterodyne.runtime.records.run_directory import RunDirectory
 from heterodyne.runtime.records.shortages import Shortage, note_shortage, read_shortages
 
 __all__ = ["lacked_so_far", "noted_shortage", "rescued_if_memory_ends", "told_while_building", "told_with_shortages"]
@@ -21,7 +21,7 @@ __all__ = ["lacked_so_far", "noted_shortage", "rescued_if_memory_ends", "told_wh
 
 @contextmanager
 def noted_shortage(session: Session, run: RunDirectory) -> Iterator[None]:
-    """What this rank lacks is written into the run directory, where the next plan looks for it. Collective."""
+    """Write what this rank lacks into the run directory, where the next plan looks for it. Collective."""
     attempt = session.agreement.on_rank0(lambda: secrets.token_hex(4))
     try:
         yield
@@ -58,7 +58,8 @@ def told_while_building(session: Session, prepared: Prepared) -> Iterator[None]:
 
 
 def lacked_so_far(session: Session, run: RunDirectory) -> tuple[Shortage, ...]:
-    """What devices have lacked in this run; and what its ranks held in memory at the last time becomes a checkpoint, if it is whole."""
+    """Return what devices have lacked in this run; and what its ranks held in memory at the last time becomes a checkpoint, if it is
+    whole."""
 
     def read() -> tuple[tuple[Shortage, ...], str]:
         shortages = read_shortages(run.shortages)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -15,22 +16,23 @@ from heterodyne.api.compiled import uncompiled, with_compiled
 from heterodyne.api.loop.batches import BatchFormat, BatchLike, batch_format
 from heterodyne.api.loop.model_with_loss import LossFunction, names_of, with_loss
 from heterodyne.api.loop.remade_optimizer import remade
-from heterodyne.api.loop.whole import copies_of, whole_model
 from heterodyne.api.optimizer_reach import reach_everywhere, reach_of_section
 from heterodyne.api.options import AnyOptimizer, LossOptions, PlanOptions, chosen_optimizer, loss_options, wanted_plan
 from heterodyne.api.precision import Asked, resolved
 from heterodyne.api.session import Session
 from heterodyne.api.settings import Settings
-from heterodyne.frontend import CapturedModel
+from heterodyne.errors import CaptureError
+from heterodyne.frontend import CapturedModel, loss_of, require_initialised, require_own_memory
 from heterodyne.job import OptimizerSection, Strategy
-from heterodyne.measure.whole_model import WholeModel
+from heterodyne.measure.whole_model import WholeModel, resident_bytes, without_weights
+from heterodyne.model_copy import copied
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import precision_of
 from heterodyne.runtime.slices import BatchSource, as_source
 from heterodyne.runtime.weights.optimizer import OptimizerFactory, require_optimizer_library
 from heterodyne.runtime.weights.trainable import trainable_parameters
 
-__all__ = ["CapturedSource", "ModelSource"]
+__all__ = ["CapturedSource", "ModelSource", "copies_of", "whole_model"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,7 @@ class ModelSource:
 
     @property
     def section(self) -> OptimizerSection:
-        """What the planner takes the optimizer for."""
+        """Return what the planner takes the optimizer for."""
         return self.optimizer if isinstance(self.optimizer, OptimizerSection) else OptimizerSection()
 
     def capture(
@@ -173,3 +175,47 @@ class CapturedSource:
 def _example(batch: Mapping[str, Tensor] | BatchSource) -> tuple[Mapping[str, Tensor], int | None]:
     """The tensors of an example, and its size where it states one."""
     return (batch.samples(0, batch.size), batch.size) if isinstance(batch, BatchSource) else (batch, None)
+
+
+def copies_of(model: nn.Module) -> Callable[[torch.device], nn.Module]:
+    """Copies of the model, so that measuring leaves the user's own as it is; ones without weights where it has none.
+
+    Raises CaptureError for a model that cannot be copied, whose weights no forward has made yet, or are in the memory of others.
+    """
+    require_initialised(model)
+    require_own_memory(model)
+    _require_copies(model)
+
+    def build(device: torch.device) -> nn.Module:
+        twin = copied(model)
+        meta = any(p.is_meta for p in twin.parameters())
+        return twin.to_empty(device=device) if meta else twin.to(device)
+
+    return build
+
+
+def _require_copies(model: nn.Module) -> None:
+    try:
+        without_weights(model)
+    except Exception as error:  # a module may hold anything
+        said = str(error).strip().partition("\n")[0]
+        raise CaptureError(
+            f"{type(model).__name__} cannot be copied, and it is checked and measured on copies: {said}. Keep open files, locks and "
+            "process groups out of its attributes"
+        ) from error
+
+
+def whole_model(model: nn.Module, captured: CapturedModel, example_batch: Mapping[str, Tensor]) -> WholeModel:
+    """Made of `copies_of` the model, compiled ones where the compiled code will run."""
+    # What is replaced for dropout and BatchNorm is replaced in Python code, so that is what runs then.
+    replaces = captured.graph.random or captured.graph.batch_statistics
+    model = uncompiled(model) if replaces else model
+    return WholeModel(
+        build=copies_of(model),
+        inputs=captured.graph.inputs,
+        example=example_batch,
+        loss=loss_of,
+        build_empty=lambda: without_weights(model),
+        weightless=any(p.is_meta for p in model.parameters()),
+        resident_bytes=resident_bytes(model),
+    )

@@ -112,7 +112,7 @@ def require_fitting(simulation: Simulation, plan: Plan, cluster: Cluster) -> Non
 
 
 def _section(optimizer: OptimizerSection | None) -> OptimizerSection:
-    """Raises HeterodyneError for an optimizer that is not told by its options."""
+    """Raises HeterodyneError for an optimizer that is not known by its options."""
     if optimizer is not None and not isinstance(optimizer, OptimizerSection):
         raise HeterodyneError(
             f"optimizer is {described(optimizer)}: here it is OptimizerSection(name='adamw', ...), by which its state is known"

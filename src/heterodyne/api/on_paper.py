@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from heterodyne.api.exports import Exports
 from heterodyne.api.paper_costs import captured, costs_of_job, paper_precisions, shape_of
 from heterodyne.api.paper_devices import FEW_DEVICES, planned_by_device
 from heterodyne.api.printing import result_json, show, show_result
 from heterodyne.api.watched import watched
-from heterodyne.api.wishes import Wishes
+from heterodyne.api.wishes import Exports, Wishes
 from heterodyne.cluster.fleet import Fleet, Pool
 from heterodyne.cluster.fleet_cluster import cluster_of
 from heterodyne.cluster.fleet_file import load_fleet
@@ -87,7 +86,7 @@ class _Paper:
     costs_of: Callable[[Fleet], LayerCosts]
 
     def announce(self, fleet: Fleet) -> None:
-        """Where the seconds come from, and what the job asks for that datasheets or this search do not know."""
+        """Say where the seconds come from, and what the job asks for that datasheets or this search do not know."""
         count = counted(fleet.devices, "device")
         precision, strategy = self.job.training.precision, self.job.parallelism.strategy
         if self.wishes.profile is not None:
@@ -251,7 +250,7 @@ class _Paper:
         show_result(result, devices, seq=seq, frontier=self.wishes.frontier)
 
     def write(self, result: PlanningResult) -> None:
-        """What is asked for beside the plan. Raises PlanError for one that cannot be exported, when all else is written."""
+        """Write what is asked for beside the plan. Raises PlanError for one that cannot be exported, when all else is written."""
         if self.wishes.timeline is not None:
             step = result.timeline()
             write_text(self.wishes.timeline, json.dumps(step.to_perfetto()))

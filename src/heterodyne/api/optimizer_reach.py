@@ -38,7 +38,7 @@ class OptimizerReach:
 
     @property
     def words(self) -> str:
-        """What it needs, as a sentence; "" if it goes with every plan."""
+        """Return what it needs, as a sentence; "" if it goes with every plan."""
         if self.untried:
             return f"{self.name} could not be tried ({self.untried}), {_UNKNOWN}"
         return f"{self.name} {_WORDS[self.reach]}" if _WORDS[self.reach] else ""
@@ -51,7 +51,7 @@ class OptimizerReach:
 
 
 def reach_of_section(section: OptimizerSection) -> OptimizerReach:
-    """Of an optimizer that is asked for by name."""
+    """Return the reach of an optimizer that is asked for by name."""
     return (
         OptimizerReach()
         if section.reach == "element"

@@ -75,7 +75,7 @@ def _with_datasheets(fleet: Fleet, *, known: Collection[str] = ()) -> Fleet:
 
 
 def paper_precisions(job: Job, fleet: Fleet) -> Precisions:
-    """Of each kind, as far as datasheets tell."""
+    """Return the precision of each kind, as far as datasheets state it."""
     if job.training.precision != "auto":
         return job.training.precision
     backends = {pool.kind: pool.backend for pool in fleet.pools}

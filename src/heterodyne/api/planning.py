@@ -100,7 +100,7 @@ def _parts(session: Session, plan: Plan) -> Sequence[Sequence[tuple[int, int]]]:
 
 
 def share_of(plan: Plan, device: str) -> Share:
-    """What a device has to compute under a plan; nothing of sharded stages, which no device can try by itself."""
+    """Return what a device has to compute under a plan; nothing of sharded stages, which no device can try by itself."""
     parts = []
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:

@@ -25,7 +25,7 @@ from heterodyne.frontend import Captured, CapturedModel
 from heterodyne.graph.ir import Block, ModelGraph
 from heterodyne.measure.host_memory import host_context_bytes
 from heterodyne.measure.session import bytes_to_run
-from heterodyne.measure.trial import Part, try_share
+from heterodyne.measure.trial import TrialPart, try_share
 from heterodyne.measure.whole_model import WholeModel
 from heterodyne.measure.workbench import Workbench
 from heterodyne.plan.bind import bind
@@ -172,7 +172,7 @@ class _Planning:
             around=MeasuredDraws.of(self.captured.graph, session.device),
         )
 
-    def _part(self, ops: tuple[int, int]) -> Part:
+    def _part(self, ops: tuple[int, int]) -> TrialPart:
         """A stage as something that runs by itself; the whole model is the user's own."""
         start, stop = ops
         if (start, stop) == (0, len(self.captured.graph.ops)):
@@ -228,7 +228,7 @@ def _with_what_is_occupied(known: Profile, session: Session, whole: WholeModel) 
 
 
 def _has_room(session: Session, graph: ModelGraph, share: Share) -> bool:
-    """Whether a CPU worker can try its share beside what it occupies. A plan may need less than its parts do by themselves, where
+    """Return whether a CPU worker can try its share beside what it occupies. A plan may need less than its parts do by themselves, where
     their weights and gradients are shared out; it is then believed as it is."""
     if session.device.type != "cpu":
         return True

@@ -137,7 +137,7 @@ def show_result(
 
 
 def _of_many_tokens(plan: Plan, seq: int | None) -> Sequence[str]:
-    """What 1e9 tokens take under a plan, and cost where prices are known; nothing without a prediction or without tokens."""
+    """Return what 1e9 tokens take under a plan, and cost where prices are known; nothing without a prediction or without tokens."""
     predicted = plan.predicted
     if not seq or predicted is None:
         return ()

@@ -8,14 +8,18 @@ from collections.abc import Callable, Iterable
 from torch import Tensor, nn
 
 from heterodyne.api.compiled import uncompiled
-from heterodyne.api.host_activations import host_activation_bytes
 from heterodyne.api.session import Session
 from heterodyne.api.settings import Prepared
 from heterodyne.api.stage_cutting import StageCutter, again_of
+from heterodyne.cluster.profile import Profile
+from heterodyne.cost.model import CostModel
+from heterodyne.cost.recipe import Recipe
 from heterodyne.frontend import Captured
 from heterodyne.job import OptimizerSection
+from heterodyne.plan.lower import Lowered
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.worker import OptimizerFactory, Worker
+from heterodyne.sim.run import simulate
 from heterodyne.stored_weights import StoredWeights
 
 __all__ = ["make_worker", "stored_everywhere"]
@@ -60,7 +64,7 @@ def make_worker(
         total_steps=total_steps,
         seed=seed,
         clip_grad_norm=clip_grad_norm,
-        host_activation_bytes=host_activation_bytes(prepared.lowered, prepared.profile)[session.rank],
+        host_activation_bytes=_host_activation_bytes(prepared.lowered, prepared.profile)[session.rank],
         recorder=recorder,
         watch=session.watchdog,
         stage_programs=StageCutter(captured, module) if isinstance(captured, Captured) else None,
@@ -83,3 +87,12 @@ def make_worker(
                 "what one device gives, sharded stages, and backwards in halves run as they are"
             )
     return worker
+
+
+def _host_activation_bytes(lowered: Lowered, profile: Profile) -> tuple[int, ...]:
+    """The most of each rank. Raises MeasureError for a profile that lacks what copies to the host take."""
+    plan, cluster = lowered.plan, lowered.cluster
+    if not any(stage.offload_activations for pipeline in plan.pipelines for stage in pipeline.stages):
+        return (0,) * len(cluster.devices)
+    costs = CostModel(graph=lowered.graph, cluster=cluster, profile=profile, recipe=Recipe(precision=plan.precision))
+    return simulate(lowered.program, costs.of(plan, lowered.weights)).host_bytes

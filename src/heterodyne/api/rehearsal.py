@@ -47,7 +47,7 @@ Batch = Mapping[str, Tensor]
 @dataclass(frozen=True, kw_only=True)
 class _Program:
     """What is to be run, as rank 0 has found it. ``steps``: of a turn that count; ``beside``: all of the plans fit into memory at once; if
-    they do not, each is made anew for some turns; ``least_s``: about the seconds of the fewest turns of one of them.
+    they do not, each is made again for some turns; ``least_s``: about the seconds of the fewest turns of one of them.
     """
 
     plans: tuple[str, ...]
@@ -66,7 +66,7 @@ def rehearse(
     budget_s: float | Literal["auto"],
     training_steps: int | None = None,
 ) -> Mapping[str, Rehearsed]:
-    """What was seen of each plan that was run, by its `identity`; empty where there is nothing to tell apart, or no time for it.
+    """Return what was seen of each plan that was run, by its `identity`; empty where there is nothing to tell apart, or no time for it.
 
     Args:
         planned: on rank 0.
@@ -145,7 +145,7 @@ class _Stage:
         return taken
 
     def _workers(self, started_s: float, stack: ExitStack) -> list[Worker]:
-        """Of as many plans as there is time to run, if each one more takes as long to make as those before."""
+        """Return the workers of as many plans as there is time to run, if each one more takes as long to make as those before."""
         workers: list[Worker] = []
         for number, plan in enumerate(self.plans, 1):
             spent_s = time.perf_counter() - started_s

@@ -16,8 +16,9 @@ from heterodyne.api.settings import Prepared
 from heterodyne.cluster.written import cluster_to_json
 from heterodyne.errors import HeterodyneError
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.run_directory import RunDirectory
 from heterodyne.runtime.engine import Outcome
-from heterodyne.runtime.records.run_directory import RunDirectory, require_shared
+from heterodyne.runtime.records.run_lock import require_shared
 from heterodyne.search.explain import result_of
 from heterodyne.text_files import write_text
 

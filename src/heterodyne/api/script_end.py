@@ -1,6 +1,6 @@
 """What a script has left open when it ends, by an error or not, is closed while the interpreter still runs.
 
-Once it is being taken down no thread can be started, and ranks that wait for each other would wait for ever.
+Once it is being taken down no thread can be started, and ranks that wait for each other would wait forever.
 """
 
 from __future__ import annotations

@@ -20,12 +20,11 @@ from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import ClusterError
 from heterodyne.measure.discover import discover_cluster
 from heterodyne.printable import printable
-from heterodyne.processes.heap import give_back_memory
+from heterodyne.processes.heap import give_back_memory, keep_freed_memory
 from heterodyne.processes.parent import end_with_launcher
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.exact.determinism import exact_arithmetic
-from heterodyne.runtime.host_heap import keep_freed_memory
 from heterodyne.runtime.liveness.device_queue import DeviceQueue
 from heterodyne.runtime.liveness.watchdog import Watchdog
 from heterodyne.runtime.rendezvous.distributed import blamed, init_distributed
@@ -83,7 +82,8 @@ class Session:
         self.say(f"{words}: {format_seconds(time.perf_counter() - started_s)}")
 
     def give_back(self) -> None:
-        """What a phase has left behind goes back to the system, so that the next one has all the memory that a CPU worker may use.
+        """Give the memory that a phase has left behind back to the system, so that the next one has all the memory that a CPU worker may
+        use.
 
         Modules that were built to be measured refer to themselves in circles, so they would stay until Python happens to look for such.
         """
@@ -97,7 +97,7 @@ class Session:
         return kept[0]
 
     def phase(self, words: str, limit_s: float = LONGEST_PHASE_S) -> AbstractContextManager[Any]:
-        """Around what takes long and is no step: the watchdog is told, so that no rank is reported as hanging before ``limit_s``."""
+        """Around what takes long and is no step: the watchdog is informed, so that no rank is reported as hanging before ``limit_s``."""
         return nullcontext() if self.watchdog is None else self.watchdog.phase(words, limit_s=limit_s)
 
     @contextmanager

@@ -53,7 +53,7 @@ def _of_modules(module: nn.Module, names: Sequence[str]) -> list[str]:
 
 
 class StageCutter:
-    """Cuts stages out of a captured model; for inputs of other shapes it captures the model anew.
+    """Cuts stages out of a captured model; for inputs of other shapes it captures the model again.
 
     A plan counts ops, so it holds for any shape that gives the same ops: longer or shorter sequences do. Each rank captures for
     itself and gets the same, for capture is a function of the model and the shapes.

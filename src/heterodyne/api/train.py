@@ -38,13 +38,13 @@ from heterodyne.report.compare import compare
 from heterodyne.report.html import write_report
 from heterodyne.report.run import load_run
 from heterodyne.report.tables import prediction_rows, summary_rows
+from heterodyne.run_directory import RUNS, RunDirectory
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints
 from heterodyne.runtime.data.source import DataSource
 from heterodyne.runtime.engine import Outcome
 from heterodyne.runtime.records.progress import Reporter, SilentReporter, reporter_for
 from heterodyne.runtime.records.recorder import Recorder
-from heterodyne.runtime.records.run_directory import RUNS, RunDirectory, require_shared
-from heterodyne.runtime.records.run_lock import occupied
+from heterodyne.runtime.records.run_lock import occupied, require_shared
 from heterodyne.runtime.records.shortages import Shortage
 from heterodyne.runtime.trainer import Trainer, identity_of
 from heterodyne.search.explain import result_of
@@ -95,7 +95,7 @@ def train_job(
                 given = bind(given, graph, session.cluster)
             kept, profile = _kept(session, run, graph, given, shortages) if resume and not replan else (None, None)
             if replan:
-                session.say("planning anew, as asked: measuring anew")
+                session.say("planning again, as asked: measuring again")
             if given is None:
                 given = kept
             with told_with_shortages(shortages):
@@ -192,15 +192,15 @@ def _kept(
         try:
             plan, profile = Plan.load(run.plan), Profile.load(run.profile)
         except HeterodyneError:
-            return None, None, "the run so far has no plan yet: measuring anew"
+            return None, None, "the run so far has no plan yet: measuring again"
         if plan.model != graph.fingerprint and longer:
-            return None, None, "planning again for longer samples, of which nothing is known yet: measuring anew"
+            return None, None, "planning again for longer samples, of which nothing is known yet: measuring again"
         if plan.model != graph.fingerprint:
-            return None, None, "the model has been changed since the run was planned: measuring anew"
+            return None, None, "the model has been changed since the run was planned: measuring again"
         if plan.cluster != session.cluster.fingerprint and shortages and _measured_here(profile, session):
             return None, profile, "planning again: no device is given more than it was seen to have"
         if plan.cluster != session.cluster.fingerprint:
-            return None, None, "the cluster is not the one of the run so far: measuring anew"
+            return None, None, "the cluster is not the one of the run so far: measuring again"
         if given is not None and differences(plan, given):
             return None, profile, "going on under the given plan, which is another one than that of the run so far"
         return plan, profile, "going on under the plan of the run so far"

@@ -17,15 +17,13 @@ from heterodyne.plan.plan import Plan
 from heterodyne.report.tables import Verified, verified_rows, verify_rows
 from heterodyne.runtime.data.source import DataSource
 from heterodyne.runtime.exact.small_batch import without_counts
-from heterodyne.runtime.exact.verify import compare, one_device_gradients
+from heterodyne.runtime.exact.verify import BAR, compare, one_device_gradients
 from heterodyne.runtime.slices import GlobalBatchLike, union
 from heterodyne.runtime.weights.pieces import box_pieces, joined_by_name
 from heterodyne.runtime.worker import Worker
 from heterodyne.search.explain import result_of
 
-__all__ = ["BAR", "verify_job"]
-
-BAR = 1e-5
+__all__ = ["verify_job"]
 
 
 def verify_job(job: Job, base: Path, *, cluster_file: Path | None, given: Plan | None, batches: int = 3) -> int:

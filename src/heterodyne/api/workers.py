@@ -29,7 +29,7 @@ def on_every_device(arguments: Sequence[str], cluster_file: Path | None) -> int 
 
 
 def workers_here(cluster_file: Path | None) -> int | None:
-    """How many workers to start on this machine, a device each; None if this process can do it alone.
+    """Return how many workers to start on this machine, a device each; None if this process can do it alone.
 
     That is so if a launcher made it a worker already, or if there is one device only. The devices are those of the cluster
     file; without one the accelerators, or else the CPU.

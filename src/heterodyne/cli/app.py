@@ -7,7 +7,9 @@ out of memory and the run is not to go on by itself; 130 Ctrl-C;
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -18,8 +20,9 @@ import typer
 
 import heterodyne
 from heterodyne.cli import devices, emulate, kinds, measure, plan, report, simulate, train, verify
-from heterodyne.cli.failure import of_the_system, tell
-from heterodyne.errors import HeterodyneError
+from heterodyne.errors import FileError, HeterodyneError
+from heterodyne.processes import worker_exit_status
+from heterodyne.runtime.rendezvous.file_handles import TOO_MANY_OPEN
 
 __all__ = ["application", "run"]
 
@@ -36,12 +39,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 2
     except HeterodyneError as error:
-        return tell(error)
+        return _tell(error)
     except (OSError, ImportError, MemoryError, RuntimeError) as error:
-        known = of_the_system(error)
+        known = _of_the_system(error)
         if known is None:
             raise
-        return tell(known)
+        return _tell(known)
     return 0
 
 
@@ -96,3 +99,51 @@ def _root(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
     """Train one PyTorch model on accelerators of different power: fast, exact, with no rewrite of the model."""
+
+
+# Of the loader of libraries, of threads, and of torch's allocator, which raise no MemoryError.
+_NO_MEMORY = (
+    "annot allocate memory",
+    "failed to map segment",
+    "can't start new thread",
+    "can't allocate memory",
+    "bad_alloc",
+)
+
+
+def _tell(error: HeterodyneError) -> int:
+    """Print the message, unless another worker does; the exit status, by which a launcher distinguishes cause from consequence.
+
+    What every rank knows is printed by rank 0, a mistake in a file by the first worker of each machine, the rest by whom it concerns.
+    """
+    rank, local_rank = _number("RANK"), _number("LOCAL_RANK")
+    told_by_another = rank > 0 if error.shared else local_rank > 0 and isinstance(error, FileError)
+    if not told_by_another:
+        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.flush()
+    return worker_exit_status(error, rank)
+
+
+def _number(variable: str) -> int:
+    """Read from the environment, because the error may be one of reading it properly."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+
+
+def _of_the_system(error: Exception) -> HeterodyneError | None:
+    """Return what the operating system refused (no room, no right to write, no memory), as an error for people: the system's own words and
+    the file; None for anything else.
+    """
+    if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
+        said = str(error).partition("\n")[0] or "no more is given to this process"
+        return HeterodyneError(
+            f"there is not enough memory ({said}): end other programs, or raise the limit (ulimit -v, or that of the container)"
+        )
+    if not isinstance(error, OSError):
+        return None
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return HeterodyneError(f"too many files are open ({error.strerror}): {TOO_MANY_OPEN}")
+    where = f"{error.filename}: " if error.filename else ""
+    return HeterodyneError(
+        f"{where}{error.strerror or error}; what was written before it is as it was: mend the cause and try again"
+    )

@@ -10,6 +10,7 @@ import typer
 
 from heterodyne.errors import HeterodyneError
 from heterodyne.plan.plan import Plan
+from heterodyne.run_directory import RunDirectory
 
 __all__ = ["ClusterOption", "JobArgument", "PlanOption", "ProfileOption", "SetOption", "plan_at", "require_place"]
 
@@ -47,4 +48,4 @@ def require_place(path: Path | None, option: str) -> None:
 
 def plan_at(path: Path | None) -> Plan | None:
     """The plan in a file, or that of a run directory. Raises PlanError."""
-    return None if path is None else Plan.load(path / "plan.json" if path.is_dir() else path)
+    return None if path is None else Plan.load(RunDirectory(path).plan if path.is_dir() else path)

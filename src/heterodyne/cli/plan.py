@@ -33,17 +33,21 @@ def command(
     overrides: SetOption = None,
     on_paper: Annotated[
         bool,
-        typer.Option("--on-paper", help="Plan from datasheets, without measuring. So it is for several nodes anyway."),
+        typer.Option(
+            "--on-paper", help="Plan from datasheets, without measuring, as is always done for several nodes."
+        ),
     ] = False,
     objective: Annotated[
         Literal["throughput", "money", "energy", "memory"],
-        typer.Option("--objective", help="What the plan is best in."),
+        typer.Option("--objective", help="What to optimise for."),
     ] = "throughput",
     budget: Annotated[
         float | None,
         typer.Option("--budget", metavar="USD", min=0, help="The most that the devices may cost in an hour."),
     ] = None,
-    frontier: Annotated[bool, typer.Option("--frontier", help="Show what time, money and devices trade for.")] = False,
+    frontier: Annotated[
+        bool, typer.Option("--frontier", help="Show the trade-off of time, money and devices.")
+    ] = False,
     picture: Annotated[
         Path | None, typer.Option("--picture", metavar="FILE", help="The frontier as a picture.")
     ] = None,
@@ -61,21 +65,23 @@ def command(
         bool, typer.Option("--families", help="Show the best of each kind of plan, or why there is none.")
     ] = False,
     add: Annotated[
-        list[str] | None, typer.Option("--add", metavar="8xH100", help="What if there were these too?")
+        list[str] | None,
+        typer.Option("--add", metavar="8xH100", help="Compare with a fleet that has these devices too."),
     ] = None,
     without: Annotated[
         list[str] | None,
-        typer.Option("--without", metavar="NAME", help="What if this pool, place or node were not there?"),
+        typer.Option("--without", metavar="NAME", help="Compare with a fleet without this pool, place or node."),
     ] = None,
     links: Annotated[
-        list[str] | None, typer.Option("--links", metavar="inter=100Gb/s", help="What if links were like that?")
+        list[str] | None,
+        typer.Option("--links", metavar="inter=100Gb/s", help="Compare with a fleet that has these links."),
     ] = None,
     framework: Annotated[
         str | None,
         typer.Option(
             "--framework",
             metavar="NAME",
-            help="Who runs the plan, if not this library; any other word lists the names.",
+            help="The framework that runs the plan, if not this library; an unknown name lists the known ones.",
         ),
     ] = None,
     export: Annotated[
@@ -84,7 +90,9 @@ def command(
     ] = None,
     within: Annotated[
         float | None,
-        typer.Option("--within", metavar="SECONDS", min=0, help="Stop searching then, with the best so far."),
+        typer.Option(
+            "--within", metavar="SECONDS", min=0, help="End the search after this time, with the best plan so far."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")] = False,
 ) -> int:
@@ -149,5 +157,5 @@ def command(
 
 
 def elsewhere(cluster: Path) -> bool:
-    """Whether a file describes several nodes, which one machine cannot be. Unlike devices of one node are several pools."""
+    """Return whether a file describes several nodes, which one machine cannot be. Unlike devices of one node are several pools."""
     return sum({pool.node_name: pool.nodes for pool in load_fleet(cluster).pools}.values()) > 1

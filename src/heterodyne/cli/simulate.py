@@ -19,6 +19,7 @@ from heterodyne.errors import HeterodyneError
 from heterodyne.job import Job
 from heterodyne.plan.plan import Plan
 from heterodyne.printable import printable
+from heterodyne.run_directory import RunDirectory
 from heterodyne.text_files import read_text
 
 __all__ = ["command"]
@@ -54,7 +55,7 @@ def command(
     runs that the run of somebody else names, you are asked.
     """
     # Read before torch is loaded and workers are started, so that a mistake in a file is reported at once.
-    file = plan / "plan.json" if plan.is_dir() else plan
+    file = RunDirectory(plan).plan if plan.is_dir() else plan
     given = Plan.load(file)
     named = job is not None
     job = job or _job_beside(file)
@@ -77,10 +78,10 @@ def command(
 
 def _job_beside(plan: Path) -> Path:
     """The job that a run keeps with its plan. Raises HeterodyneError where there is none."""
-    kept = plan.with_name("job.yaml")
+    kept = RunDirectory(plan.parent).job
     if not kept.is_file():
         raise HeterodyneError(
-            f"{plan} is a plan without its model, and no job.yaml lies beside it: name the job with --job JOB.yaml"
+            f"{plan} is a plan without its model, and no {kept.name} is beside it: name the job with --job JOB.yaml"
         )
     return kept
 
@@ -103,19 +104,20 @@ def _require_trust(job: Path, wanted: Job) -> None:
 
 
 def _is_of_others(path: Path) -> bool:
-    """Whether another user owns it, but for the system's own, or anybody may write to it."""
+    """Return whether another user owns it, but for the system's own, or anybody may write to it."""
     status = path.stat()
     others_write = bool(status.st_mode & stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
     return hasattr(os, "geteuid") and (status.st_uid not in (os.geteuid(), 0) or others_write)
 
 
 def _known(folder: Path, cluster: Path | None, profile: Path | None) -> tuple[Cluster | None, Profile | None]:
-    """What is named; else what is kept in the folder, if it is that of a run, which keeps both. Raises ClusterError or MeasureError."""
-    kept = folder / "cluster.json", folder / "profile.json"
-    of_run = all(path.is_file() for path in kept)
+    """Return what is named; else what is kept in the folder, if it is that of a run, which keeps both. Raises ClusterError or
+    MeasureError."""
+    run = RunDirectory(folder)
+    of_run = run.cluster.is_file() and run.profile.is_file()
     described = load_cluster(cluster) if cluster is not None else None
     if described is None and of_run:
-        described = cluster_from_json(read_text(kept[0]), path=str(kept[0]))
+        described = cluster_from_json(read_text(run.cluster), path=str(run.cluster))
     if profile is None and of_run:
-        profile = kept[1]
+        profile = run.profile
     return described, None if profile is None else Profile.load(profile)

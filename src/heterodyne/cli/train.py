@@ -24,7 +24,7 @@ def command(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --run-dir where it stopped.")] = False,
     replan: Annotated[
-        bool, typer.Option("--replan", help="With --resume: measure and plan anew, for devices that have changed.")
+        bool, typer.Option("--replan", help="With --resume: measure and plan again, for devices that have changed.")
     ] = False,
     overrides: SetOption = None,
 ) -> int:
@@ -37,7 +37,7 @@ def command(
     # Read before torch is loaded and workers are started, so that a mistake in a file is reported at once.
     if replan and (not resume or plan is not None):
         raise HeterodyneError(
-            "--replan goes with --resume, and without --plan: it measures and plans anew what a run goes on under"
+            "--replan goes with --resume, and without --plan: it measures and plans again what a run goes on under"
         )
     wanted = Job.load(job, tuple(overrides or ()))
     given = plan_at(plan)

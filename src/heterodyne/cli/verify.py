@@ -19,7 +19,10 @@ def command(
     plan: PlanOption = None,
     overrides: SetOption = None,
     batches: Annotated[
-        int, typer.Option("--batches", min=1, metavar="N", help="How many, the last one with labels left out.")
+        int,
+        typer.Option(
+            "--batches", min=1, metavar="N", help="How many batches to compare; in the last one, labels are left out."
+        ),
     ] = 3,
 ) -> int:
     """Compare steps with one device.

@@ -88,7 +88,7 @@ class Pool:
 
     @property
     def node_name(self) -> str:
-        """What its nodes are called, without their number; a name that a cluster file can have."""
+        """Return what its nodes are called, without their number; a name that a cluster file can have."""
         return (self.node or self.name).replace("/", ".")
 
     @property
@@ -143,7 +143,7 @@ class Fleet:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of devices, in the order of the pools."""
+        """The kinds of devices, in the order of the pools."""
         return tuple(dict.fromkeys(pool.kind for pool in self.pools))
 
     @property
@@ -159,7 +159,7 @@ class Fleet:
             raise ClusterError(f"there is no pool {name!r}; there are {listed(self._by_name)}") from None
 
     def accelerator(self, kind: str) -> Accelerator:
-        """What is known of a kind. Raises ClusterError for a kind that neither the fleet nor the catalog knows."""
+        """Return what is known of a kind. Raises ClusterError for a kind that neither the fleet nor the catalog knows."""
         return self.accelerators.get(kind) or find(kind) or lookup(kind)
 
     def require_prices(self) -> None:
@@ -172,7 +172,7 @@ class Fleet:
             )
 
     def wire(self, a: Pool, b: Pool) -> Wire | None:
-        """What a node of one pool has towards a node of the other (the same pool: another of its nodes); None if that is not known.
+        """Return what a node of one pool has towards a node of the other (the same pool: another of its nodes); None if that is not known.
 
         Of two pools in one and the same node it is what joins the devices of that node.
         """

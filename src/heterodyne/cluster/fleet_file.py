@@ -18,7 +18,7 @@
       - name: west
         nodes: [{kind: NPU-X, count: 128, devices_per_node: 8, spot: true}]
 
-Regions, zones and pods can each be left out. A cluster file (`cluster.file`) is a fleet file too: nodes of one entry are one pool.
+Regions, zones and pods can each be left out. A cluster file (`cluster.file`) is one, too: nodes of one entry are one pool.
 Every link has a place: the narrowest one that covers two nodes counts. A link says what a *node* has towards another one.
 """
 
@@ -48,7 +48,7 @@ def load_fleet(path: Path) -> Fleet:
     content, lines = read_yaml(path, ClusterError)
     if not isinstance(content, dict):
         raise ClusterError(
-            f"a fleet is a mapping with name, links and one of {', '.join(LEVELS)}", path=str(path), line=1
+            f"a cluster is a mapping with name, links and one of {', '.join(LEVELS)}", path=str(path), line=1
         )
     file = validate(FileSection, content, error=ClusterError, path=str(path), lines=lines)
     return _Reader(file, str(path), lines).fleet()
@@ -221,13 +221,16 @@ class _Reader:
         for pool in pools:
             base, _, number = pool.node_name.rpartition("-")
             if not pool.numbered and number.isdecimal() and int(number) < counts.get(base, 0):
-                raise self._error(f"{pool.node_name!r} is there already, as a node of {base!r}", self._at(pool))
+                first = self._line((*self._taken[base], "name"))
+                raise self._error(
+                    f"{pool.node_name!r} is there already (line {first}), as a node of {base!r}", self._at(pool)
+                )
 
     def _at(self, pool: Pool) -> Location:
         return (*self._taken.get(pool.node or pool.name, self._taken.get("/".join(pool.place), ())), "name")
 
     def _line(self, at: Location) -> int | None:
-        """Of a place in the file, or of the nearest thing around it that has one."""
+        """Return the line of a place in the file, or of the nearest thing around it that has one."""
         while at and at not in self._lines:
             at = at[:-1]
         return self._lines.get(at)

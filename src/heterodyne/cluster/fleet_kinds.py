@@ -48,10 +48,11 @@ class Kinds:
         if known is not None and self._strict:
             self._complete(known, entry, at)
         memory = entry.memory if entry.memory is not None else known.memory_bytes if known else None
+        if memory is None and entry.kind == "cpu":
+            raise self._error("a cpu needs 'memory': how much each worker may use, as in 'memory: 16 GiB'", at)
         if memory is None:
-            example = "16 GiB" if known is None else "64 GB"
             raise self._error(
-                f"nobody states the memory of a {entry.kind}; give 'memory', as in 'memory: {example}'", at
+                f"the catalog knows {entry.kind!r} but not its memory; give 'memory', as in 'memory: 64 GB'", at
             )
         return memory
 
@@ -129,5 +130,8 @@ class Kinds:
             lookup(kind)
         except ClusterError as unknown:
             end = "" if str(unknown).endswith("?") else "."
-            return self._error(f"{unknown}{end} Or describe it: 'kinds: {{{kind}: {{{_FOUR_NUMBERS}}}}}'", at)
+            described = f"Or describe it: 'kinds: {{{kind}: {{{_FOUR_NUMBERS}}}}}'"
+            if not self._strict:
+                described = "Or, if that is its name, give its 'memory', as in 'memory: 64 GB'"
+            return self._error(f"{unknown}{end} {described}", at)
         raise AssertionError(kind)

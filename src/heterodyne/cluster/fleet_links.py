@@ -21,7 +21,7 @@ _Error = Callable[[str, Location], ClusterError]
 
 
 class _Stated(Generic[_Value]):
-    """Values by their ends, each with its place in the file; one that is said of a level gives way to any other."""
+    """Values by their ends, each with its place in the file; one that is said of a level is replaced by any other."""
 
     def __init__(self, error: _Error, line: Callable[[Location], int | None]) -> None:
         self._error = error
@@ -77,7 +77,7 @@ class FleetLinks:
             self._groups.setdefault(name, []).append(member)
 
     def inside(self, place: str, wire: Wire, at: Location) -> None:
-        """What the ``link`` of a place says."""
+        """Note what the ``link`` of a place says."""
         self._wires.put((place, place), wire, at)
 
     def joined(self, fleet: Fleet, sections: Iterable[LinkSection]) -> Fleet:

@@ -65,7 +65,7 @@ class KindSection(Section):
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Which of the four numbers that a planner needs are not given."""
+        """Return which of the four numbers that a planner needs are not given."""
         given = {
             "peak_tflops": self.peak_tflops or None,
             "memory": self.memory,
@@ -126,7 +126,7 @@ class NodeSection(Section):
 
     @property
     def entries(self) -> tuple[DevicesEntry, ...]:
-        """What stands in each node."""
+        """Return what stands in each node."""
         if self.kind is None:
             return self.devices
         return (DevicesEntry.model_construct(kind=self.kind, count=self.devices_per_node, memory=self.memory),)

@@ -271,7 +271,7 @@ def _value(text: str, value: str) -> tuple[float, float | None]:
 
 
 def _names(fleet: Fleet) -> list[str]:
-    """What can be named: pools, their nodes where these hold several pools, and places."""
+    """Return what can be named: pools, their nodes where these hold several pools, and places."""
     return list(dict.fromkeys((*(p.name for p in fleet.pools), *fleet.places, *(p.node_name for p in fleet.pools))))
 
 

@@ -160,7 +160,7 @@ def _check(
 
 
 def _choose(mechanism: Mechanism, *, with_memory: bool) -> tuple[_Parents, bool]:
-    """Where groups can be made, and whether the CPU share is by quota there. Raises EmulateError."""
+    """Return where groups can be made, and whether the CPU share is by quota there. Raises EmulateError."""
     memory: frozenset[Controller] = frozenset({"memory"} if with_memory else ())
     if mechanism != "signals":
         parents = group_parents(memory | {"cpu"})
@@ -202,7 +202,7 @@ def group_parents(controllers: frozenset[Controller]) -> _Parents | None:
 
 
 def _clean(say: Callable[[str], None]) -> None:
-    """What an emulation left that was killed: its groups first, which may hold processes of its namespaces."""
+    """Remove what an emulation left that was killed: its groups first, which may hold processes of its namespaces."""
     every = [_hierarchies(frozenset({name})) or () for name in _CONTROLLERS]
     removed = remove_leftovers([hierarchy for found in every for hierarchy in found])
     if os.geteuid() == 0:

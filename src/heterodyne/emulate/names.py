@@ -19,7 +19,7 @@ def name_of(part: int | str) -> str:
 
 
 def is_leftover(name: str) -> bool:
-    """Whether the name is one of ours whose maker is dead.
+    """Return whether the name is one of ours whose maker is dead.
 
     The maker's number means nothing in another namespace of processes, so names of other containers are never ours.
     """

@@ -41,7 +41,7 @@ class WorkerNetwork:
 
 
 def why_not(*, user: int) -> str | None:
-    """Why links cannot be limited by this user here; None if they can."""
+    """Return why links cannot be limited by this user here; None if they can."""
     if user != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]

@@ -92,7 +92,7 @@ def _declared(node: fx.Node) -> list[fx.Node]:
 
 
 def _converted(node: fx.Node, source: fx.Node) -> bool:
-    """Whether ``to`` made another dtype, which takes memory of its own."""
+    """Return whether ``to`` made another dtype, which takes memory of its own."""
     made, given = node.meta.get("val"), source.meta.get("val")
     if operator_name(node) != "to" or not isinstance(made, Tensor) or not isinstance(given, Tensor):
         return False

@@ -1,7 +1,7 @@
 """Ops that work along the dim in which the samples are, so that a sample's result depends on other samples.
 
-An op that is told a dim works along it, unless all it does is to lay out, take or put elements (`_LAYS_OUT`). Convolutions and
-normalisations are told none: dim 0 has the samples, and all other dims are theirs.
+An op that is given a dim works along it, unless all it does is to lay out, take or put elements (`_LAYS_OUT`). Convolutions and
+normalisations are given none: dim 0 has the samples, and all other dims are theirs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SPATIAL = re.compile(r"(?:conv|conv_transpose|\w*pool|upsample_\w+?)([123])d")
 
 
 def works_along_the_samples(node: fx.Node) -> bool:
-    """Whether each element of the result depends on others along a dim of the samples. Integers may be sorted along it."""
+    """Return whether each element of the result depends on others along a dim of the samples. Integers may be sorted along it."""
     name = operator_name(node).removesuffix("_")
     if name == "scaled_dot_product_attention":
         query = _tensor(argument(node, "query"))
@@ -63,7 +63,7 @@ def works_along_the_samples(node: fx.Node) -> bool:
 
 
 def runs_along_the_samples(node: fx.Node) -> bool:
-    """Whether a dim that an op is told is one of the samples."""
+    """Return whether a dim that an op is given is one of the samples."""
     source = _tensor(argument(node, "self"))
     if source is None:
         return False

@@ -17,7 +17,7 @@ _SERVED = "batch_norm"  # what torch.nn.functional.batch_norm and torch.batch_no
 
 
 def is_batch_norm(node: fx.Node) -> bool:
-    """Whether an op is BatchNorm in one of its forms, in training or not."""
+    """Return whether an op is BatchNorm in one of its forms, in training or not."""
     return _SERVED in operator_name(node)
 
 

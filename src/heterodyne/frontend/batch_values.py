@@ -5,7 +5,7 @@ A plan gives each device some of the samples, numbered from 0. So a value that i
 
 Sizes that only make shapes are harmless: a tensor of zeros for each sample, an ``expand``, a ``view``. So is a place that
 only chooses a sample's own row: ``hidden[torch.arange(len(hidden)), last]``. A place is therefore followed as ``scale * i + rest``
-for sample i as long as it is one (`Place`), and forgotten where it indexes a tensor that has ``scale`` rows for each sample.
+for sample i as long as it is one (`AffineIndex`), and forgotten where it indexes a tensor that has ``scale`` rows for each sample.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from heterodyne.frontend.arguments import argument, mutates, operator_name
 from heterodyne.frontend.export import Traced
 from heterodyne.frontend.flat_graph import tensors_of
 from heterodyne.frontend.numbered_rows import numbered_rows
-from heterodyne.frontend.row_places import MOVES, Dependence, Place, bounds, counted, is_order, is_own, times
+from heterodyne.frontend.row_places import MOVES, AffineIndex, Dependence, bounds, counted, is_order, is_own, times
 from heterodyne.frontend.sample_order import samples_in
 from heterodyne.frontend.sizes import degree
 from heterodyne.frontend.sizes_as_values import cuts_by_size, follows, is_size, is_size_as_value, runs_along_rows
@@ -48,14 +48,14 @@ class BatchValues:
     random: frozenset[fx.Node]
     follows: frozenset[fx.Node]
     dependent: Mapping[fx.Node, Dependence]
-    places: Mapping[fx.Node, Place]
+    places: Mapping[fx.Node, AffineIndex]
 
 
 def batch_values(traced: Traced, *, known: Collection[fx.Node] = ()) -> BatchValues:
     """Follow samples, sizes and places through the graph.
 
     Args:
-        known: nodes that somebody else answers for, as the reader of the loss does for what divides it: their results count as
+        known: nodes that are taken care of elsewhere, as the reader of the loss does for what divides it: their results count as
             not dependent on the number of samples.
     """
     found = _Values(traced, frozenset(known))
@@ -96,7 +96,7 @@ class _Values:
         self.random: set[fx.Node] = set()
         self.follows: set[fx.Node] = set()
         self.dependent: dict[fx.Node, Dependence] = {}
-        self.places: dict[fx.Node, Place] = {}
+        self.places: dict[fx.Node, AffineIndex] = {}
 
     def run(self) -> None:
         for node, role in self._traced.roles.items():
@@ -124,10 +124,10 @@ class _Values:
         for one in changed:
             if isinstance(found, Dependence):
                 self.dependent[one] = found
-            elif isinstance(found, Place):
+            elif isinstance(found, AffineIndex):
                 self.places[one] = found
 
-    def _found(self, node: fx.Node, name: str, read: list[fx.Node]) -> Dependence | Place | None:
+    def _found(self, node: fx.Node, name: str, read: list[fx.Node]) -> Dependence | AffineIndex | None:
         inherited = next((self.dependent[n] for n in read if n in self.dependent), None)
         if inherited is not None:
             return inherited
@@ -144,7 +144,7 @@ class _Values:
         return self._of_equal_rows(node, name, read)
 
     def _of_equal_rows(self, node: fx.Node, name: str, read: list[fx.Node]) -> Dependence | None:
-        """What is computed from tensors whose rows are the same for each sample."""
+        """Return what is computed from tensors whose rows are the same for each sample."""
         if name in ("linspace", "logspace", "eye", "randperm", "tril_indices", "triu_indices") and follows(node):
             return Dependence(on="place", cause=node)
         if any(degree(t) > 1 for t in tensors_of(node)) or (name in _ALONG and runs_along_rows(node)):
@@ -154,7 +154,7 @@ class _Values:
 
     # ---- places -----------------------------------------------------------------------------------------------------
 
-    def _of_places(self, node: fx.Node, name: str, read: list[fx.Node]) -> Place | Dependence | None:
+    def _of_places(self, node: fx.Node, name: str, read: list[fx.Node]) -> AffineIndex | Dependence | None:
         refused = Dependence(on="place", cause=node)
         if name == "embedding_bag":
             return None if self._own_bags(node, read) else refused
@@ -176,7 +176,7 @@ class _Values:
             return None  # the same numbers for each sample
         return self._arithmetic(node, name, place) or refused
 
-    def _arithmetic(self, node: fx.Node, name: str, place: Place) -> Place | None:
+    def _arithmetic(self, node: fx.Node, name: str, place: AffineIndex) -> AffineIndex | None:
         other = argument(node, "other")
         if name in ("add", "add_") and argument(node, "alpha") == 1:
             if isinstance(other, fx.Node):
@@ -185,19 +185,19 @@ class _Values:
         if not isinstance(other, int) or other <= 0:
             return None
         if name in ("mul", "mul_"):
-            return Place(scale=place.scale * other, low=times(place.low, other), high=times(place.high, other))
+            return AffineIndex(scale=place.scale * other, low=times(place.low, other), high=times(place.high, other))
         if place.scale % other:
             return None
         if name == "floor_divide" or (name == "div" and argument(node, "rounding_mode") == "floor"):
             low, high = place.low, place.high
-            return Place(
+            return AffineIndex(
                 scale=place.scale // other,
                 low=None if low is None else low // other,
                 high=None if high is None else high // other,
             )
         return None
 
-    def _sum(self, place: Place, other: fx.Node) -> Place | None:
+    def _sum(self, place: AffineIndex, other: fx.Node) -> AffineIndex | None:
         value = other.meta["val"]
         if not isinstance(value, Tensor) or value.is_floating_point() or other in self.dependent:
             return None
@@ -205,18 +205,18 @@ class _Values:
         return place.shifted(low, high)
 
     def _is_inverse_order(self, node: fx.Node, name: str) -> bool:
-        """Whether places are written in a sorted order, which gives the order back: what `refuse_coupling` looks at itself."""
+        """Return whether places are written in a sorted order, which gives the order back: what `refuse_coupling` looks at itself."""
         if name not in ("index_put", "index_put_", "scatter", "scatter_"):
             return False
         given = argument(node, "indices") if "indices" in _argument_names(node) else [argument(node, "index")]
         return all(index is None or (index not in self.places and is_order(index)) for index in given)
 
     def _own_bags(self, node: fx.Node, read: list[fx.Node]) -> bool:
-        """Whether places only say where the bag of each sample begins: with its first row, as `nn.EmbeddingBag` has it of [B, L]."""
+        """Return whether places only say where the bag of each sample begins: with its first row, as `nn.EmbeddingBag` has it of [B, L]."""
         begins, rows = argument(node, "offsets"), self._order[argument(node, "indices")]
         place = self.places.get(begins)
         return (
-            place == Place(scale=rows.rows, low=0, high=0)
+            place == AffineIndex(scale=rows.rows, low=0, high=0)
             and rows.ordered
             and not argument(node, "include_last_offset")
             and all(n is begins or n not in self.places for n in read)
@@ -224,7 +224,7 @@ class _Values:
         )
 
     def _chosen(self, node: fx.Node) -> bool:
-        """Whether places only choose rows of the samples that they belong to."""
+        """Return whether places only choose rows of the samples that they belong to."""
         if operator_name(node) == "repeat_interleave":
             return False  # places as counts
         used = [n for n in numbered_rows(node) if n.index in self.places]

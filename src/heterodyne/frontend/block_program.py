@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx, nn
 
-from heterodyne.frontend.arguments import mutates
+from heterodyne.frontend.arguments import argument, mutates, operator_name
 from heterodyne.frontend.describe import differentiable, producer_of
 from heterodyne.frontend.export import Traced
 from heterodyne.frontend.flat_graph import Region, region_of, tensors_of
-from heterodyne.frontend.index_bounds import index_bounds
 from heterodyne.frontend.node_copies import on_device
+from heterodyne.frontend.numbered_rows import numbered_rows
 from heterodyne.frontend.python_calls import to_python
 from heterodyne.frontend.regions import Regions, Switches
 from heterodyne.frontend.replay import Observed
 from heterodyne.frontend.sizes import size_of, spec_of
 from heterodyne.graph import Block, Size, TensorSpec
+from heterodyne.graph.op_kinds import JOINS, LABELLED_LOSSES, SAME_VALUES, SLICES
 
 __all__ = ["BlockInput", "BlockOutput", "BlockProgram", "extract"]
 
@@ -165,7 +166,7 @@ def _input(traced: Traced, observed: dict[fx.Node, Observed], node: fx.Node, ins
     value = node.meta["val"]
     if not isinstance(value, Tensor):
         return BlockInput(name=name, size=size_of(value))
-    bounds = () if value.is_floating_point() else index_bounds(node, inside)
+    bounds = () if value.is_floating_point() else _index_bounds(node, inside)
     return BlockInput(
         name=name, spec=spec_of(value), differentiable=differentiable(traced, observed, node), bounds=bounds
     )
@@ -238,3 +239,46 @@ class _Maker:
 
     def _type(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype if self.dtype is not None and dtype is torch.float32 else dtype
+
+
+# Not those of `LIKE`: whose values they pass on depends on the place of the tensor.
+_PASSES_ON = SAME_VALUES | SLICES | JOINS | {"getitem", "masked_fill", "pad", "repeat", "roll", "where"}
+
+
+def _index_bounds(node: fx.Node, within: Collection[fx.Node]) -> tuple[Size, ...]:
+    """The sizes that bound a node's values, from its uses ``within`` some ops; none if nothing indexes by it."""
+    bounds: list[Size] = []
+    seen = {node}
+    waiting = [node]
+    while waiting:
+        value = waiting.pop()
+        for user in value.users:
+            if user in seen:
+                continue
+            if user in within:
+                bound = _bound(user, value)
+                if bound is not None:
+                    bounds.append(bound)
+            if operator_name(user) in _PASSES_ON or "getitem" in operator_name(user):
+                seen.add(user)
+                waiting.append(user)
+    return tuple(bounds)
+
+
+def _bound(user: fx.Node, value: fx.Node) -> Size | None:
+    name = operator_name(user)
+    for numbered in numbered_rows(user):
+        if numbered.index is value and numbered.source is not value and numbered.dim is not None:
+            return _size(numbered.source, numbered.dim)
+    if name in LABELLED_LOSSES and argument(user, "target") is value:
+        logits = argument(user, "self")
+        return _size(logits, min(1, logits.meta["val"].dim() - 1))
+    if name == "experts" and argument(user, "indices") is value:
+        return _size(argument(user, "gate_up"), 0)
+    if name == "one_hot" and argument(user, "num_classes") > 0:
+        return Size.of(argument(user, "num_classes"))
+    return None
+
+
+def _size(node: fx.Node, dim: int) -> Size:
+    return size_of(node.meta["val"].shape[dim])

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from heterodyne.frontend.arguments import operator_name
 from heterodyne.frontend.describe import differentiable, producer_of
 from heterodyne.frontend.export import Traced
 from heterodyne.frontend.flat_graph import region_of, tensors_of
-from heterodyne.frontend.repetition import layer_lists
 from heterodyne.frontend.replay import Observed
 from heterodyne.frontend.sizes import size_of, spec_of
 from heterodyne.graph import Block
@@ -44,7 +44,7 @@ def find_blocks(traced: Traced, observed: dict[fx.Node, Observed]) -> tuple[Bloc
 
 def _runs(traced: Traced) -> list[_Run]:
     """Maximal runs of ops of one layer, and of ops of none."""
-    families = layer_lists(traced.model)
+    families = _layer_lists(traced.model)
     family_of = {name: number for number, names in enumerate(families) for name in names}
     runs: list[_Run] = []
     for position, node in enumerate(traced.ops):
@@ -156,7 +156,7 @@ def _outside(traced: Traced, observed: dict[fx.Node, Observed], node: fx.Node) -
 
 
 def _final_users(node: fx.Node) -> list[fx.Node]:
-    """Who reads a node's tensors, through the choice of one of several outputs."""
+    """Return who reads a node's tensors, through the choice of one of several outputs."""
     users = []
     for user in node.users:
         users += _final_users(user) if producer_of(user) is not user else [user]
@@ -169,3 +169,76 @@ def _number(value: Any) -> Any:
     if isinstance(value, Tensor):
         return spec_of(value)
     return value
+
+
+# Which modules of a model are its repeated layers, told from its structure alone.
+#
+# A *list* is a module whose children have numbers for names (ModuleList, Sequential). It repeats if two or more of its
+# children that hold parameters are of one class; the outermost lists that repeat hold the layers. Where the children of such a
+# list differ in shape and are themselves made of lists that repeat (the stages of a ResNet), the layers are one level
+# further in; never deeper: the experts of a layer are part of it.
+def _layer_lists(model: nn.Module) -> list[list[str]]:
+    """The paths of the layers, a list for each list of modules; of top-level parts if nothing repeats."""
+    lists = list(_outermost(model, ""))
+    found: list[tuple[list[str], bool]] = []
+    for path, module in lists:
+        nested = [list(_outermost(child, name)) for name, child in _children(module, path)]
+        if not _alike(module) and all(nested):
+            found += [([name for name, _ in _children(inner, at)], True) for each in nested for at, inner in each]
+        else:
+            found.append(([name for name, _ in _children(module, path)], _alike(module)))
+    # A list of like-named but unlike modules (a small classifier, say) counts only where nothing better is found.
+    certain = [names for names, alike in found if alike]
+    if certain or found:
+        return certain or [names for names, _ in found]
+    parts = _parts(model)
+    return [parts] if parts else []
+
+
+def _outermost(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    if _repeats(module):
+        yield path, module
+        return
+    for name, child in module.named_children():
+        yield from _outermost(child, f"{path}.{name}" if path else name)
+
+
+def _children(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
+    return [(f"{path}.{name}" if path else name, child) for name, child in module.named_children() if _holds(child)]
+
+
+def _repeats(module: nn.Module) -> bool:
+    children = dict(module.named_children())
+    if len(children) < 2 or not all(name.isdigit() for name in children):
+        return False
+    classes = [type(child) for child in children.values() if _holds(child)]
+    return len(classes) > len(set(classes))
+
+
+def _alike(module: nn.Module) -> bool:
+    """Return whether two children have the same structure and shapes."""
+    signatures = [_signature(child) for child in module.children() if _holds(child)]
+    return len(signatures) > len(set(signatures))
+
+
+def _signature(module: nn.Module) -> tuple[Any, ...]:
+    return (
+        type(module),
+        tuple(tuple(p.shape) for p in module.parameters(recurse=False)),
+        tuple((name, _signature(child)) for name, child in module.named_children()),
+    )
+
+
+def _holds(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _parts(model: nn.Module) -> list[str]:
+    """The children of the outermost module that has several."""
+    path, module = "", model
+    while True:
+        children = [(name, child) for name, child in module.named_children() if _holds(child)]
+        if len(children) != 1 or any(True for _ in module.parameters(recurse=False)):
+            return [f"{path}.{name}" if path else name for name, _ in children]
+        path = f"{path}.{children[0][0]}" if path else children[0][0]
+        module = children[0][1]

@@ -12,10 +12,10 @@ from torch import Tensor, fx
 from heterodyne.frontend.regions import Regions
 from heterodyne.model_output import LOSS
 
-__all__ = ["BoundCoupledLoss", "CrossReplica", "Exchange", "Part"]
+__all__ = ["BoundCoupledLoss", "CrossReplica", "FeatureExchange", "GraphPart"]
 
 
-class Exchange(Protocol):
+class FeatureExchange(Protocol):
     """What replicas exchange in one forward. Each calls the same methods in the same order."""
 
     def begin(self, samples: int) -> int:
@@ -51,9 +51,9 @@ class BoundCoupledLoss:
         exchanged: Sequence[CrossReplica],
         inputs: Mapping[fx.Node, str],
         made: Sequence[fx.Node],
-        body: Part,
-        tail: Part,
-        exchange: Exchange,
+        body: GraphPart,
+        tail: GraphPart,
+        exchange: FeatureExchange,
         training: bool,
     ) -> None:
         self.training = training
@@ -78,7 +78,7 @@ class BoundCoupledLoss:
         return {LOSS: loss}
 
     def _run(
-        self, part: Part, inputs: Mapping[str, Tensor], samples: int, regions: Regions, met: Sequence[Tensor]
+        self, part: GraphPart, inputs: Mapping[str, Tensor], samples: int, regions: Regions, met: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
         found: tuple[Tensor, ...] = part.run.forward(
             samples,
@@ -99,7 +99,7 @@ class BoundCoupledLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class GraphPart:
     """A graph; it is given what was met, then the ``inputs``, then what the module keeps."""
 
     run: fx.GraphModule

@@ -48,7 +48,7 @@ def refuse_changes(graph: fx.Graph, kept: Mapping[fx.Node, str], model: nn.Modul
 
 
 def _instead(model: nn.Module, name: str) -> str:
-    """What to write in place of the part of torch's own that keeps this tensor."""
+    """Return what to write in place of the part of torch's own that keeps this tensor."""
     owner = model.get_submodule(name.rpartition(".")[0])
     if isinstance(owner, nn.modules.instancenorm._InstanceNorm):
         return " Without its statistics it is exact: track_running_stats=False."
@@ -137,7 +137,7 @@ def _statistics(node: fx.Node) -> list[fx.Node]:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """What a view is a view of."""
+    """Return what a view is a view of."""
     while node.op == "call_function" and _is_view(node):
         node = node.all_input_nodes[0]
     return node

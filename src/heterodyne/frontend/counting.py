@@ -64,21 +64,21 @@ class LossCounter:
 
     @property
     def counts_data(self) -> bool:
-        """Whether the samples must be read to know the statistics; else their number is all there is to know."""
+        """Return whether the samples must be read to know the statistics; else their number is all there is to know."""
         return bool(self._statistics)
 
     @property
     def together(self) -> bool:
-        """Whether the loss compares samples."""
+        """Return whether the loss compares samples."""
         return False
 
     @property
     def size(self) -> int:
-        """How many statistics there are, with the number of samples."""
+        """Return how many statistics there are, with the number of samples."""
         return 1 + sum(entries_of(statistic) for statistic in self._statistics)
 
     def statistics(self, part: Batch, samples: int, buffers: Mapping[str, Tensor] | None = None) -> Tensor:
-        """What adds up over the parts of a batch: ``[1 + n]`` in float64 on the host, the number of samples first.
+        """Return what adds up over the parts of a batch: ``[1 + n]`` in float64 on the host, the number of samples first.
 
         Args:
             part: tensors on any one device, by the names or in the order of the example.
@@ -91,7 +91,7 @@ class LossCounter:
         return torch.cat([head, self._at(inputs)._counted(inputs, samples, buffers)])
 
     def _at(self, inputs: Mapping[str, Tensor]) -> LossCounter:
-        """What counts in inputs of these sizes. Raises DataError if a denominator is another function of its statistics there."""
+        """Return what counts in inputs of these sizes. Raises DataError if a denominator is another function of its statistics there."""
         places = self._places(inputs) if self._may_hold_sizes else frozenset[_Place]()
         if {(name, dim) for name, dim, _ in places} <= {(name, dim) for name, dim, _ in self._indifferent}:
             return self
@@ -112,7 +112,7 @@ class LossCounter:
         return other
 
     def _places(self, inputs: Mapping[str, Tensor]) -> frozenset[_Place]:
-        """Where sizes differ from those of the example, but for the batch."""
+        """Return where sizes differ from those of the example, but for the batch."""
         return frozenset(
             (name, dim, size)
             for name, shape, follows in zip(
@@ -123,7 +123,7 @@ class LossCounter:
         )
 
     def _form(self) -> tuple[object, ...]:
-        """What of it the sizes of the inputs may not change."""
+        """Return what of it the sizes of the inputs may not change."""
         return self.split, self._power, self.size, tuple(value.text for value in self._values)
 
     def _counted(self, inputs: Mapping[str, Tensor], samples: int, buffers: Mapping[str, Tensor] | None) -> Tensor:
@@ -145,7 +145,7 @@ class LossCounter:
         return own / total if own and total else 0.0
 
     def divisors(self, whole: Tensor) -> dict[str, Tensor]:
-        """What the graph of a split loss is given beside the batch; nothing for any other."""
+        """Return what the graph of a split loss is given beside the batch; nothing for any other."""
         if not self.split:
             return {}
         values = [graph(whole) for graph in self._values]
@@ -158,12 +158,12 @@ class LossCounter:
         }
 
     def total(self, whole: Tensor) -> float:
-        """What people are told that the loss counts: its one denominator, else the samples."""
+        """Return what people see that the loss counts: its one denominator, else the samples."""
         one = not self.split and len(self._denominators) == 1
         return float(self._values[0](whole)) if one else float(whole[0])
 
     def is_defined(self, whole: Tensor) -> bool:
-        """Whether no denominator is 0: else one device would divide by it."""
+        """Return whether no denominator is 0: else one device would divide by it."""
         return all(bool((value != 0).all()) for value in (graph(whole) for graph in self._values))
 
     def _value(self, statistics: Tensor) -> float:

@@ -1,11 +1,12 @@
 """Losses in which samples see each other (contrastive losses, in-batch negatives, the balance of experts), under data parallelism.
 
-The graph is cut where the samples meet. In front of that is the body, which treats each sample by itself; behind it is the tail, which
-needs all of them: similarities, a softmax over the batch, a product of means. Each replica runs the body on its own samples. What the
-tail reads is exchanged: rows of samples are gathered, sums and means over samples are added up. Then each replica runs the tail for
-the whole batch, and takes the gradients of its own rows (the features, not the samples, travel).
+The graph is cut where the samples depend on each other. In front of that is the body, which treats each sample by itself; behind it is the
+tail, which needs all of them: similarities, a softmax over the batch, a product of means. Each replica runs the body on its own samples.
+What the tail reads is exchanged: rows of samples are gathered, sums and means over samples are added up. Then each replica runs the tail
+for the whole batch, and takes the gradients of its own rows (the features, not the samples, travel).
 
-A tail holds no weight matrix that meets the samples: each replica would have to run that part of the model for the whole batch.
+A tail holds no weight matrix that is multiplied with the samples: each replica would have to run that part of the model for the whole
+batch.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from heterodyne.errors import CaptureError
 from heterodyne.frontend.annotations import read_annotations
 from heterodyne.frontend.arguments import argument, leading_to, mutates, operator_name
 from heterodyne.frontend.batch_statistics import is_batch_norm
-from heterodyne.frontend.bound_coupled_loss import BoundCoupledLoss, CrossReplica, Exchange, Part
+from heterodyne.frontend.bound_coupled_loss import BoundCoupledLoss, CrossReplica, FeatureExchange, GraphPart
 from heterodyne.frontend.coupling import computed_with, couplings, mixed, refuse_sizes
 from heterodyne.frontend.describe import random_ops
 from heterodyne.frontend.export import Traced
 from heterodyne.frontend.faults import line_of
 from heterodyne.frontend.flat_graph import is_op, tensors_of
-from heterodyne.frontend.loss import Walk
+from heterodyne.frontend.loss import LossWalk
 from heterodyne.frontend.placed import placed
 from heterodyne.frontend.sample_order import samples_in
 from heterodyne.frontend.sizes import degree
@@ -40,12 +41,14 @@ __all__ = ["CoupledLoss", "coupled_loss", "divide_labelled_means"]
 
 @dataclass(frozen=True, kw_only=True)
 class CoupledLoss:
-    """A graph cut where the samples meet."""
+    """A graph cut where the samples depend on each other."""
 
     exchanged: tuple[CrossReplica, ...]
     tail: frozenset[fx.Node] = field(repr=False)
 
-    def bind(self, pieces: Pieces, module: nn.Module, device: torch.device, exchange: Exchange) -> BoundCoupledLoss:
+    def bind(
+        self, pieces: Pieces, module: nn.Module, device: torch.device, exchange: FeatureExchange
+    ) -> BoundCoupledLoss:
         """Body and tail on a device, with the weights of the user's own module."""
         roles = pieces.traced.roles
         made = [m.node for m in self.exchanged if m.node not in roles]
@@ -62,8 +65,10 @@ class CoupledLoss:
 
 
 def coupled_loss(traced: Traced, cause: CaptureError) -> CoupledLoss:
-    """Where the samples of a graph meet. Raises ``cause``, what else is wrong with such a loss, where it cannot be cut there."""
-    walk = Walk(traced)
+    """Cut a graph where its samples depend on each other. Raises ``cause``, what else is wrong with such a loss, where it cannot be cut
+    there.
+    """
+    walk = LossWalk(traced)
     from_inputs = _descendants(traced)
     met = {node for node, _ in couplings(traced, ())}
     order = samples_in(traced.graph)
@@ -140,7 +145,7 @@ def divide_labelled_means(traced: Traced) -> Traced:
     return replace(traced, ops=ops, loss=loss, annotations=read_annotations(ops))
 
 
-def _kind_of_sum(walk: Walk, node: fx.Node) -> Literal["sum", "mean"] | None:
+def _kind_of_sum(walk: LossWalk, node: fx.Node) -> Literal["sum", "mean"] | None:
     if not tensors_of(node) or any(degree(tensor) > 0 for tensor in tensors_of(node)):
         return None
     found = walk.sum_of_samples(node)
@@ -148,7 +153,7 @@ def _kind_of_sum(walk: Walk, node: fx.Node) -> Literal["sum", "mean"] | None:
 
 
 def _reduces(node: fx.Node, from_inputs: set[fx.Node]) -> bool:
-    """Whether it makes of samples something that has none."""
+    """Return whether it makes of samples something that has none."""
     read = any(n in from_inputs and any(degree(t) > 0 for t in tensors_of(n)) for n in node.all_input_nodes)
     return read and not any(degree(tensor) > 0 for tensor in tensors_of(node))
 
@@ -163,8 +168,8 @@ def _refuse(traced: Traced, tail: set[fx.Node], from_inputs: set[fx.Node], cause
         if any(n in matrices for n in node.all_input_nodes) and any(n in from_inputs for n in node.all_input_nodes):
             place = f"{line}\n" if (line := line_of(node, full=True)) else ""
             raise CaptureError(
-                f"{cause}\n{place}and here a weight matrix meets samples that have seen each other, so each device would have to run the "
-                "rest of the model for the whole batch. Compare the samples behind the last layer."
+                f"{cause}\n{place}here a weight matrix is multiplied with samples that depend on each other, so each device would have to "
+                "run the rest of the model for the whole batch. Compare the samples behind the last layer."
             ) from cause
 
 
@@ -180,7 +185,7 @@ def _matrices(traced: Traced) -> set[fx.Node]:
 
 
 def _descendants(traced: Traced) -> set[fx.Node]:
-    """What is computed from the samples, by their values."""
+    """Return what is computed from the samples, by their values."""
     found = {
         node
         for node, role in traced.roles.items()
@@ -200,8 +205,8 @@ def _part(
     *,
     met: Sequence[fx.Node] = (),
     also: Sequence[fx.Node] = (),
-) -> Part:
-    """What leads to ``results`` and to the ops ``also`` from what was met and from placeholders on."""
+) -> GraphPart:
+    """Return what leads to ``results`` and to the ops ``also`` from what was met and from placeholders on."""
     nodes: set[fx.Node] = set()
     given: set[fx.Node] = set()
     waiting = [*results, *also]
@@ -226,7 +231,7 @@ def _part(
         given=(*met, *inputs, *kept),
         results=list(results),
     )
-    return Part(
+    return GraphPart(
         run=run,
         inputs=tuple(roles[n].name for n in inputs),
         kept=tuple(placed(pieces.traced, n, module, device) for n in kept),

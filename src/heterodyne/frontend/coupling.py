@@ -1,7 +1,7 @@
 """Samples that see each other: what no weighting of the parts of a batch can serve, since each device has its own samples.
 
 The shapes show it. An op that reads samples, and gives one thing for all of them, something for each pair, or a number of things
-that is not in proportion to theirs, has mixed them; so has one that works along the dim in which the samples lie. What the
+that is not in proportion to theirs, has mixed them; so has one that works along the dim in which the samples are. What the
 loss itself sums over the samples is known by then (``passed``), and BatchNorm is served by the runtime.
 
 Shapes do not show rows that are taken or written by number (``h[at]``): the numbers come from the data, and count the samples of a whole
@@ -60,7 +60,7 @@ def refuse_coupling(traced: Traced, passed: Collection[fx.Node]) -> None:
     """Raise, with the line, if a part of the batch would have another loss than it has in the whole batch.
 
     Args:
-        passed: nodes that the reader of the loss answers for.
+        passed: nodes that the reader of the loss takes care of.
 
     Raises CoupledError for samples that see each other, CaptureError for numbers and places of samples as values.
     """
@@ -115,7 +115,7 @@ def _is_continuous(tensor: Tensor) -> bool:
 
 
 def _refuse_size(node: fx.Node, values: BatchValues, passed: Collection[fx.Node]) -> None:
-    """What a part of the batch computes from its own number of samples, or from their places in it, is not what the whole batch has."""
+    """Refuse what a part of the batch computes from its own number of samples, or from their places in it: the whole batch has others."""
     found = values.dependent.get(node)
     if found is None and node in passed:
         found = next((Dependence(on="place", cause=n) for n in node.all_input_nodes if n in values.places), None)
@@ -137,7 +137,7 @@ def _refuse_size(node: fx.Node, values: BatchValues, passed: Collection[fx.Node]
 
 
 def coupled(node: fx.Node) -> CoupledError:
-    """What to say of an op that lets them see each other."""
+    """Return what to say of an op that lets them see each other."""
     place = f"{line}\n" if (line := line_of(node, full=True)) else ""
     return CoupledError(
         f"{place}samples see each other: {node.target} makes the samples of a batch depend on each other, and the devices each see only "
@@ -161,7 +161,7 @@ def _common(traced: Traced, of_samples: Collection[fx.Node]) -> dict[fx.Node, fx
 
 
 def _made_of_all(node: fx.Node, of_samples: Collection[fx.Node]) -> bool:
-    """Whether a tensor has no rows for the samples that it was made of, or some for each pair of them."""
+    """Return whether a tensor has no rows for the samples that it was made of, or some for each pair of them."""
     value = node.meta["val"]
     if not isinstance(value, Tensor):
         return False  # each of several outputs for itself
@@ -178,7 +178,7 @@ def computed_with(node: fx.Node) -> list[fx.Node]:
 
 
 def _of_all(cause: fx.Node, node: fx.Node) -> CoupledError:
-    """What to say of a value that all samples make together, and of where it is computed with."""
+    """Return what to say of a value that all samples make together, and of where it is computed with."""
     place = f"{line}\n" if (line := line_of(cause, full=True)) else ""
     used = line_of(node)
     where = f" (in {used})" if used and used != line_of(cause) else ""
@@ -219,7 +219,7 @@ def _of_others(node: fx.Node, values: BatchValues, in_order: Collection[fx.Node]
 
 
 def _by_number(node: fx.Node, numbered: Numbered) -> CoupledError:
-    """What to say of an op that numbers rows of other samples."""
+    """Return what to say of an op that numbers rows of other samples."""
     place = f"{line}\n" if (line := line_of(node, full=True)) else ""
     does = "writes" if numbered.written else "takes"
     return CoupledError(
@@ -230,7 +230,7 @@ def _by_number(node: fx.Node, numbered: Numbered) -> CoupledError:
 
 
 def _counted(node: fx.Node, what: str) -> CoupledError:
-    """What to say of whole numbers that tell of a sample how many others there are."""
+    """Return what to say of whole numbers that tell of a sample how many others there are."""
     place = f"{line}\n" if (line := line_of(node, full=True)) else ""
     return CoupledError(
         f"{place}{node.target} {what}, and the devices each see only their own samples, so it would find others than on one device. Let "
@@ -259,12 +259,12 @@ def _places(traced: Traced) -> set[fx.Node]:
 
 
 def _is_order(node: fx.Node) -> bool:
-    """Of what ``sort`` returns the second; the first is what was sorted."""
+    """Return whether it is the second of what ``sort`` returns; the first is what was sorted."""
     return node.target is operator.getitem and bool(node.args[1] == 1)
 
 
 def _joins_others(node: fx.Node, order: Mapping[fx.Node, Samples]) -> bool:
-    """Whether a row holds elements of several samples, or is joined with a row of another sample."""
+    """Return whether a row holds elements of several samples, or is joined with a row of another sample."""
     if node in order and order[node].mixed:
         return True
     if operator_name(node) not in _ELEMENTWISE:

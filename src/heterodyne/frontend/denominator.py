@@ -44,5 +44,5 @@ class Denominator:
 
     @property
     def additive(self) -> bool:
-        """Whether the denominators of the parts of a batch add up to that of the batch."""
+        """Return whether the denominators of the parts of a batch add up to that of the batch."""
         return self.value is None

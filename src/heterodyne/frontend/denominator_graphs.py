@@ -26,7 +26,7 @@ HOST = torch.device("cpu")
 
 
 class StatisticsGraph:
-    """From inputs to the statistics, in a row. It is written out anew for each device."""
+    """From inputs to the statistics, in a row. It is written out again for each device."""
 
     def __init__(self, traced: Traced, statistics: Sequence[Statistic]) -> None:
         targets = [n for s in statistics for n in (s.node, s.weight) if n is not None]
@@ -143,7 +143,8 @@ def _text(graph: fx.Graph) -> str:
 
 
 def _has_numbers(graph: fx.Graph) -> bool:
-    """Whether it has one that may be a size. Those that stand in any graph are not: 0 and 1 (a dim, a shift), the largest (an end)."""
+    """Return whether it has one that may be a size. Those that stand in any graph are not: 0 and 1 (a dim, a shift), the largest (an
+    end)."""
     values = pytree.tree_leaves([(node.args, node.kwargs) for node in graph.nodes])
     return any(type(value) is int and 1 < value < sys.maxsize for value in values)
 

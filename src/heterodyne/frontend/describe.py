@@ -34,8 +34,8 @@ def describe(
     """One Op for each node that computes tensors, in order.
 
     Args:
-        memory: which one a node lies in, if it is written into.
-        sample_dims: of tensors in which the samples lie in order.
+        memory: which one a node is in, if it is written into.
+        sample_dims: of tensors in which the samples are in order.
     """
     return tuple(
         _op(traced, node, observed[node], lambda n: differentiable(traced, observed, n), memory, sample_dims)
@@ -44,7 +44,7 @@ def describe(
 
 
 def differentiable(traced: Traced, observed: dict[fx.Node, Observed], node: fx.Node) -> bool:
-    """Whether gradients flow into what a node returns (one output of several, where it picks one)."""
+    """Return whether gradients flow into what a node returns (one output of several, where it picks one)."""
     role = traced.roles.get(node)
     if role is not None:
         return role.kind == "parameter" and traced.model.get_parameter(role.name).requires_grad
@@ -94,7 +94,7 @@ def _op(
 
 
 def _memory_of_outputs(node: fx.Node, memory: Mapping[fx.Node, str]) -> dict[int, str]:
-    """Of an op of several outputs those that are written into, with what their memory is called."""
+    """Return, of an op of several outputs, those that are written into, with what their memory is called."""
     picked = [user for user in node.users if user.target is operator.getitem and user in memory]
     return {place: memory[user] for user in picked if isinstance(place := user.args[1], int)}
 
@@ -137,13 +137,13 @@ def _tensor_or_size(traced: Traced, node: fx.Node) -> Argument:
 
 
 def ref_of(node: fx.Node) -> Ref:
-    """What an op, or one output of several, is called in the ModelGraph."""
+    """Return what an op, or one output of several, is called in the ModelGraph."""
     producer = producer_of(node)
     return Ref(producer.name, 0 if node is producer else _place(node))
 
 
 def _place(node: fx.Node) -> int:
-    """Which of the outputs of its op a node is."""
+    """Return which of the outputs of its op a node is."""
     place = node.args[1]
     assert isinstance(place, int)
     return place

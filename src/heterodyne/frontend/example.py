@@ -154,7 +154,7 @@ def _batch_size(values: Mapping[str, Tensor]) -> int:
 
 
 def positional_names(model: nn.Module, count: int) -> tuple[str, ...]:
-    """What forward calls its first ``count`` positional arguments; ``input_N`` beyond those that have a name."""
+    """Return what forward calls its first ``count`` positional arguments; ``input_N`` beyond those that have a name."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind in kinds]
     return tuple(names[i] if i < len(names) else f"input_{i}" for i in range(count))

@@ -2,8 +2,8 @@
 
 Transformers writes a mixture out in some twenty ops: the choices are sorted by expert, two grouped products are taken, and the rows are
 sorted back; or each choice takes the matrices of its expert out of all of them. None of these ops says what is true of all together:
-that a token is treated by itself, and that it meets the matrices of its own experts alone. The one op does, so experts can be cut, and
-the tokens can go to them.
+that a token is treated by itself, and that it is multiplied with the matrices of its own experts alone. The one op does, so experts can be
+cut, and the tokens can go to them.
 
 What is recognised is exactly that. Where an op, a shape or an order is another (biases, interleaved or transposed weights,
 experts of another form), the graph stays as it is.
@@ -190,7 +190,7 @@ def _recognised(last: fx.Node) -> _Found | None:
 
 
 def _consistent(found: _Found) -> bool:
-    """Whether shapes and dtypes are those of a mixture; takes in the conversion of the result to the dtype of the tokens."""
+    """Return whether shapes and dtypes are those of a mixture; takes in the conversion of the result to the dtype of the tokens."""
     named = found.named
     roles = ("tokens", "indices", "weights", "gate_up", "down", "choices")
     values = [value for role in roles if isinstance(value := _value(named[role]), Tensor)]
@@ -228,7 +228,7 @@ def _ends(found: _Found, dtype: torch.dtype) -> bool:
 
 
 def _by_itself(found: _Found) -> bool:
-    """Whether nobody else reads what is made on the way, and nothing is changed meanwhile.
+    """Return whether nobody else reads what is made on the way, and nothing is changed meanwhile.
 
     Under autocast each op has a dtype of its own, so there they stay.
     """

@@ -26,7 +26,7 @@ from heterodyne.around_model import functions_of
 from heterodyne.errors import CaptureError, NoGraphError
 from heterodyne.frontend.annotations import Annotations, read_annotations
 from heterodyne.frontend.arguments import operator_name
-from heterodyne.frontend.attention_masks import as_in_a_run
+from heterodyne.frontend.as_in_a_run import OwnChecks, as_in_a_run, ordered_word_sets
 from heterodyne.frontend.changes import Looked, refuse_changes, refuse_new_buffers
 from heterodyne.frontend.example import Example, sizes_of, trace_sizes
 from heterodyne.frontend.faults import (
@@ -42,12 +42,10 @@ from heterodyne.frontend.fixed_sizes import SizeWatch, refuse_another_graph, ref
 from heterodyne.frontend.flat_graph import drop_bookkeeping, inline_one, is_op
 from heterodyne.frontend.left_behind import Left, left_behind
 from heterodyne.frontend.module_only import BackwardWatch, hooks_of
-from heterodyne.frontend.numbers import FROM_NUMBERS, Numbers, Recorder
-from heterodyne.frontend.own_checks import OwnChecks
+from heterodyne.frontend.numbers import FROM_NUMBERS, NumberRecorder, Numbers
 from heterodyne.frontend.python_draws import PythonDraws
 from heterodyne.frontend.skeleton import skeleton
 from heterodyne.frontend.symbols import free_name
-from heterodyne.frontend.word_sets import ordered_word_sets
 from heterodyne.graph import ModuleOnly
 from heterodyne.model_copy import attributes_of
 from heterodyne.model_output import NUMBER, loss_of
@@ -190,7 +188,7 @@ class _Trial:
         self._strict = strict
         self.computed: list[Tensor] = []
         self.copy = skeleton(model, self._mode, self.computed)
-        self.numbers = Recorder(self.copy, numbers, self._empty)
+        self.numbers = NumberRecorder(self.copy, numbers, self._empty)
         self.sizes = SizeWatch()
         self.watch = BackwardWatch()
         # Before and after the first forward; a strict trace does not tell. The list is here since torch.export sets back what modules keep.

@@ -157,7 +157,7 @@ def _symbolic_sizes(node: fx.Node) -> Iterator[int | torch.SymInt]:
 
 
 def is_foreign(filename: str) -> bool:
-    """Whether a file belongs to torch or to Heterodyne rather than to a model."""
+    """Return whether a file belongs to torch or to Heterodyne rather than to a model."""
     return filename.startswith(_FOREIGN) or filename.startswith("<")
 
 
@@ -186,7 +186,7 @@ def _reason(error: BaseException) -> str:
 
 
 def is_of_one_size(error: BaseException) -> bool:
-    """Whether a trace failed because it holds for one batch size alone."""
+    """Return whether a trace failed because it holds for one batch size alone."""
     text = str(error)
     return "Constraints violated" in text or "specialized" in text or "ConstraintViolation" in type(error).__name__
 

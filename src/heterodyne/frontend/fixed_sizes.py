@@ -134,7 +134,7 @@ def _choice(line: str, assumed: sympy.Basic) -> CaptureError:
 
 
 def _shapes_of(graph: fx.Graph) -> list[ShapeEnv]:
-    """What the trace of a graph assumes of sizes."""
+    """Return what the trace of a graph assumes of sizes."""
     found: dict[int, ShapeEnv] = {}
     for node in graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")

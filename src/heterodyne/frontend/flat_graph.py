@@ -24,7 +24,7 @@ class Region:
 
 
 def is_op(node: fx.Node) -> bool:
-    """Whether a node computes tensors: not the arithmetic of sizes, nor taking one tensor out of several."""
+    """Return whether a node computes tensors: not the arithmetic of sizes, nor taking one tensor out of several."""
     return node.op == "call_function" and node.target is not operator.getitem and bool(tensors_of(node))
 
 
@@ -37,7 +37,7 @@ def tensors_of(node: fx.Node) -> tuple[Tensor, ...]:
 
 
 def region_of(node: fx.Node) -> Region:
-    """What encloses the node."""
+    """Return what encloses the node."""
     region: Region = node.meta.get(_REGION, Region())
     return region
 

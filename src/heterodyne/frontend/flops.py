@@ -117,7 +117,7 @@ def _attention(node: fx.Node) -> Counted:
 
 
 def _einsum(node: fx.Node) -> Counted:
-    """Pairwise from left to right, as PyTorch does without opt_einsum: each step costs the product of the indices that it meets."""
+    """Pairwise from left to right, as PyTorch does without opt_einsum: each step costs the product of the indices that it has."""
     equation = str(node.args[0]).replace(" ", "")
     operands = tuple(n for n in node.args[1] if isinstance(n, fx.Node))  # type: ignore[union-attr]  # a list by the schema
     terms, _, result = equation.partition("->")
@@ -147,14 +147,14 @@ def _grouped_matmul(node: fx.Node) -> Counted:
 
 
 def _experts(node: fx.Node) -> Counted:
-    """Each choice meets the matrices of its expert: indices [N, k], [experts, 2 I, H] and [experts, H, I]."""
+    """Each choice is multiplied with the matrices of its expert: indices [N, k], [experts, 2 I, H] and [experts, H, I]."""
     tokens, indices, _, gate_up, down = _nodes(node, 5)
     of_one = Size.total(_numel(n.meta["val"][0]) for n in (gate_up, down))
     return _numel(indices.meta["val"]) * of_one * 2, (tokens, gate_up)
 
 
 def _recurrent(node: fx.Node) -> Counted:
-    """lstm, gru, rnn: each weight matrix meets each step of each sample once. Input [steps, batch, width], in either order."""
+    """lstm, gru, rnn: each weight matrix is multiplied with each step of each sample once. Input [steps, batch, width], in either order."""
     tensors = [n for n in node.all_input_nodes if _is_tensor(n)]
     steps = size_of(tensors[0].meta["val"].shape[0]) * size_of(tensors[0].meta["val"].shape[1])
     weights = Size.total(_numel(n.meta["val"]) for n in tensors if n.meta["val"].dim() == 2)

@@ -2,7 +2,7 @@
 
 Parts of a batch on different devices give the gradient of the whole batch only if numerators are added and divided by the
 denominators of the whole batch. The walk goes back from the loss, through everything that is linear in sums over the samples, until
-it meets the reductions, and notes what each of them divides by: nothing (a sum), the number of samples, or a count in the data.
+it finds the reductions, and notes what each of them divides by: nothing (a sum), the number of samples, or a count in the data.
 
     one denominator for all terms    a part's loss is weighted by its denominator over that of the batch; the model runs as it is
     several, or terms without one    the graph is rewritten (`split_loss`): each term is divided by its denominator of the whole batch
@@ -40,7 +40,7 @@ from heterodyne.graph.op_kinds import (
     SQUEEZES,
 )
 
-__all__ = ["Walk", "read_loss"]
+__all__ = ["LossWalk", "read_loss"]
 
 
 _CONSTANT = Reduction(kind="constant")
@@ -56,7 +56,7 @@ _SCALARS = COPIES | CASTS | RESHAPES | SQUEEZES | {"type_as"}
 
 def read_loss(traced: Traced) -> LossReading:
     """The averaging of the traced loss. Raises CaptureError with the line of the op that defies it."""
-    walk = Walk(traced)
+    walk = LossWalk(traced)
     found = walk.reduction(traced.loss)
     if found.kind == "constant":
         raise CaptureError("the loss does not depend on the batch; there is nothing to train on")
@@ -64,7 +64,7 @@ def read_loss(traced: Traced) -> LossReading:
     return LossReading(reduction=found, divisions=tuple(walk.divisions), shares=tuple(walk.shares))
 
 
-class Walk:
+class LossWalk:
     """The walk back from the loss. What it passed through is known to be linear in sums over the samples."""
 
     def __init__(self, traced: Traced) -> None:
@@ -79,7 +79,7 @@ class Walk:
         self._known: dict[fx.Node, Reduction] = {}
 
     def reduction(self, node: fx.Node) -> Reduction:
-        """How a node whose shape does not follow the batch depends on the samples."""
+        """Return how a node whose shape does not follow the batch depends on the samples."""
         if node not in self.from_batch:
             return _CONSTANT
         if node not in self._known:
@@ -173,7 +173,7 @@ class Walk:
         )
 
     def _ends_in_the_loss(self, node: fx.Node) -> bool:
-        """Whether a term is only added to others, or multiplied by constants, until it is the loss."""
+        """Return whether a term is only added to others, or multiplied by constants, until it is the loss."""
         while node is not self._traced.loss:
             users = list(node.users)
             if len(users) != 1:
@@ -219,7 +219,7 @@ class Walk:
         return _ADDED
 
     def _denominator(self, node: fx.Node, value: fx.Node) -> Denominator:
-        """What divides, as a function of sums over the samples; each part of the batch knows its own, and they add up."""
+        """Return what divides, as a function of sums over the samples; each part of the batch knows its own, and they add up."""
         statistics: dict[fx.Node, Statistic] = {}
         self._refuse_parameters(node, value)
         self._collect(value, statistics)
@@ -250,7 +250,7 @@ class Walk:
             self._collect(operand, statistics)
 
     def sum_of_samples(self, node: fx.Node) -> Reduction | None:
-        """What a node is if it is a sum or a mean over the samples; None, without a trace, if it is anything else."""
+        """Return what a node is if it is a sum or a mean over the samples; None, without a trace, if it is anything else."""
         before = set(self.passed), list(self.divisions), list(self.shares), dict(self._known)
         try:
             found = self.reduction(node)
@@ -298,7 +298,7 @@ class Walk:
         return kind
 
     def _batch_wide(self, node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-        """Where an element-wise quotient is divided by one number for the whole batch, and by which."""
+        """Return where an element-wise quotient is divided by one number for the whole batch, and by which."""
         if operator_name(node) not in ("mul", "div", "neg", "to", "view", "reshape", "_to_copy", "mul_", "div_"):
             return []
         numbers = [n for n in node.all_input_nodes if tensors_of(n) and n in self.from_batch and not follows(n)]
@@ -354,7 +354,7 @@ class Walk:
 
     def _unknown(self, node: fx.Node) -> CoupledError:
         return CoupledError(
-            f"{self._place(node)}it cannot be told how the loss is averaged: {node.target} is neither a sum nor a mean over the samples. "
+            f"{self._place(node)}it cannot be seen how the loss is averaged: {node.target} is neither a sum nor a mean over the samples. "
             "Let the loss be a .mean(), a .sum(), a sum divided by a count of the batch, a loss of torch.nn.functional, or several of "
             "these added. Where losses of samples are wanted first, write reduction='none' and then .mean()."
         )

@@ -30,12 +30,12 @@ _OUTPUT = "output_of_model_"
 
 
 def has_loss_outside(module: nn.Module) -> bool:
-    """Whether it is a model and a loss: ``model`` and ``loss_fn`` of a module whose forward calls the one and then the other."""
+    """Return whether it is a model and a loss: ``model`` and ``loss_fn`` of a module whose forward calls the one and then the other."""
     return isinstance(getattr(module, "model", None), nn.Module) and callable(getattr(module, "loss_fn", None))
 
 
 def output_of_model(module: nn.Module, batch: Mapping[str, Tensor]) -> Any:
-    """What the model inside returns for a batch, with tensors of that shape that hold one number."""
+    """Return what the model inside returns for a batch, with tensors of that shape that hold one number."""
     found: list[Any] = []
     handle = module.get_submodule("model").register_forward_hook(lambda _module, _inputs, output: found.append(output))
     try:
@@ -49,7 +49,7 @@ def output_of_model(module: nn.Module, batch: Mapping[str, Tensor]) -> Any:
 def trace_loss(
     module: nn.Module, example_batch: Mapping[str, Tensor], output: Any, shared: Collection[str] = ()
 ) -> tuple[Loss, LossCount] | None:
-    """How the loss is averaged, and what it counts; None if it has no graph either.
+    """Return how the loss is averaged, and what it counts; None if it has no graph either.
 
     Args:
         module: of a model and a loss, see `has_loss_outside`.

@@ -54,7 +54,7 @@ class Reduction:
 
     @property
     def weights_add_up(self) -> bool:
-        """Whether the weights of all parts of a batch add up to 1, as a term that every part adds needs it."""
+        """Return whether the weights of all parts of a batch add up to 1, as a term that every part adds needs it."""
         return (self.samples, len(self.divisions)) == (1, 0) or (
             self.samples == 0 and len(self.counts) == 2 and all(d.additive for d in self.denominators)
         )

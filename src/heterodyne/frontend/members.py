@@ -30,10 +30,10 @@ class Members(Protocol):
         """Told where a micro-batch runs as two halves: it is this one's turn."""
 
     def length(self, slot: int) -> int:
-        """Of this device's slice."""
+        """Return the length of this device's slice."""
 
     def portion(self, slot: int, count: int) -> int:
-        """Of a number of equal parts of the dim that is cut, those of this device."""
+        """Return how many of a number of equal parts of the dim that is cut are this device's."""
 
     def drawn(self, slot: int, function: int, *arguments: Any, **options: Any) -> Tensor:
         """Call a function that draws random numbers for a slice of a tensor."""

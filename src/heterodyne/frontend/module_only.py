@@ -75,13 +75,13 @@ class BackwardWatch(TorchFunctionMode):
 
 
 def _is_checkpointed() -> bool:
-    """Whether what runs now is run once more by `torch.utils.checkpoint` in the backward."""
+    """Return whether what runs now is run once more by `torch.utils.checkpoint` in the backward."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == checkpoint.__name__
 
 
 def _trains(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of `F.batch_norm` or `torch.batch_norm` takes statistics of its batch: the sixth argument of both."""
+    """Return whether a call of `F.batch_norm` or `torch.batch_norm` takes statistics of its batch: the sixth argument of both."""
     return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
 
 
@@ -94,7 +94,7 @@ def hooks_of(model: nn.Module) -> Iterator[ModuleOnly]:
 
 
 def _line_of(made: type | Callable[..., object]) -> str:
-    """Where a class or a function begins; "" if nobody knows."""
+    """Return where a class or a function begins; "" if that is not known."""
     try:
         filename, (lines, number) = inspect.getsourcefile(made), inspect.getsourcelines(made)
     except (OSError, TypeError):

@@ -54,7 +54,7 @@ class Numbered:
 
     @property
     def follows(self) -> bool:
-        """Whether there are as many rows as the batch has them."""
+        """Return whether there are as many rows as the batch has them."""
         shape = self.source.meta["val"].shape
         return any(not size_of(size).is_constant for size in (shape if self.dim is None else [shape[self.dim]]))
 
@@ -78,6 +78,6 @@ def _operands(node: fx.Node, name: str) -> Iterator[tuple[object, int | None, ob
 
 
 def _has_numbers(node: fx.Node) -> bool:
-    """Whether a tensor holds numbers: a mask says of each row whether it is taken."""
+    """Return whether a tensor holds numbers: a mask says of each row whether it is taken."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) and value.dtype is not torch.bool

@@ -1,6 +1,6 @@
 """Numbers of a model that change during a run, as inputs of its graph: ``loss + self.beta * penalty`` holds for every beta.
 
-During the trace such an attribute is a `Number`. What is computed of it in Python is computed again for each new value; where it meets
+During the trace such an attribute is a `Number`. What is computed of it in Python is computed again for each new value; where it reaches
 a tensor, the graph gets an input. What Python decides by it is a guard: the graph holds for the values that decide alike.
 """
 
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from heterodyne.errors import CaptureError
 from heterodyne.model_output import NUMBER
 
-__all__ = ["FROM_NUMBERS", "Numbers", "Recorder"]
+__all__ = ["FROM_NUMBERS", "NumberRecorder", "Numbers"]
 
 Values: TypeAlias = Mapping[str, int | float]
 _Computed: TypeAlias = Callable[[Values], Any]
@@ -43,7 +43,7 @@ class Numbers:
     inputs: Mapping[str, tuple[_Computed, torch.dtype]] = field(default_factory=dict, repr=False)
 
     def hold(self, values: Values) -> bool:
-        """Whether the graph is that of the model with these values, too."""
+        """Return whether the graph is that of the model with these values, too."""
         try:
             return all(type(found := guard(values)) is type(known) and found == known for guard, known in self.guards)
         except (ArithmeticError, ValueError, TypeError):
@@ -54,7 +54,7 @@ class Numbers:
         return {name: torch.tensor(made(values), dtype=dtype) for name, (made, dtype) in self.inputs.items()}
 
 
-class Recorder:
+class NumberRecorder:
     """Puts numbers in the place of attributes of a copy of the model, and notes what becomes of them.
 
     Args:
@@ -117,7 +117,7 @@ class Number:
 
     __hash__ = None  # type: ignore[assignment]  # set below: what is looked up by a number must be that number
 
-    def __init__(self, recorder: Recorder, value: int | float, made: _Computed, text: str) -> None:
+    def __init__(self, recorder: NumberRecorder, value: int | float, made: _Computed, text: str) -> None:
         self.recorder, self.value, self.made, self.text = recorder, value, made, text
 
     @property  # type: ignore[misc]  # so that isinstance(beta, float) is what it is outside of the trace

@@ -41,8 +41,8 @@ Recount: TypeAlias = Callable[[nn.Module], tuple[Loss, LossCount]]
 class Opaque:
     """What `Captured` is, for a model without a graph: it can be counted and run in one piece, not cut.
 
-    ``recount``: finds anew how the loss is averaged and counted; None: the user says so, whatever the model does. ``left``: attributes that
-    forward sets, each rank to what it computes from its own samples.
+    ``recount``: finds again how the loss is averaged and counted; None: the user says so, whatever the model does. ``left``: attributes
+    that forward sets, each rank to what it computes from its own samples.
     """
 
     graph: ModelGraph
@@ -88,7 +88,7 @@ def opaque(
         shared: inputs that all samples share.
         batch_norm: forward takes statistics over the samples of a micro-batch.
         left: attributes that forward sets.
-        recount: finds ``loss`` and ``count`` anew; None: they hold for whatever the model does.
+        recount: finds ``loss`` and ``count`` again; None: they hold for whatever the model does.
 
     Raises CaptureError for an example without a common batch dimension.
     """
@@ -133,7 +133,7 @@ def opaque(
 
 
 def read_count(given: CountGiven) -> CountedBy:
-    """How the loss is averaged, by what the user says of it. Raises CaptureError for anything else."""
+    """Return how the loss is averaged, by what the user says of it. Raises CaptureError for anything else."""
     if not callable(given) and given not in ("samples", "sum"):
         raise CaptureError(
             f"loss_count={given!r} is neither 'samples' (the loss is a mean over samples that all count alike), nor 'sum', nor a function "

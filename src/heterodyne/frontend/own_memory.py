@@ -1,4 +1,4 @@
-"""Parameters that lie in the memory of others: on one device an update of one is an update of both, and no plan keeps that."""
+"""Parameters that are in the memory of others: on one device an update of one is an update of both, and no plan keeps that."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _together(model: nn.Module) -> Iterator[tuple[tuple[str, Tensor], tuple[str,
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Of tensors in one storage, whose ranges of bytes overlap."""
+    """Return whether tensors in one storage, whose ranges of bytes overlap, have an element in common."""
     if (a.is_contiguous() and b.is_contiguous()) or a.itemsize != b.itemsize:
         return True
     return bool(torch.isin(_places(a), _places(b)).any())
@@ -69,7 +69,7 @@ def _bytes(tensor: Tensor) -> tuple[int, int]:
 
 
 def _places(tensor: Tensor) -> Tensor:
-    """Of each element in the storage."""
+    """Return the place of each element in the storage."""
     found = torch.tensor([tensor.storage_offset()])
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         found = (found[:, None] + torch.arange(size) * stride).flatten()

@@ -40,7 +40,7 @@ def placed(
     device: torch.device,
     sliced: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[dict[str, Any], str]:
-    """Where the module keeps a parameter or buffer; a constant is kept here, on the device.
+    """Return where the module keeps a parameter or buffer; a constant is kept here, on the device.
 
     ``sliced``: of each dim in which the module has a slice of it, the size of that.
     """

@@ -1,5 +1,5 @@
-"""Random numbers that a plan cannot give each sample: those of Python and numpy, which a trace takes once for ever and each device for
-itself, and those of torch's generator where a forward seeds it anew, whose masks Heterodyne draws from the run's seed.
+"""Random numbers that a plan cannot give each sample: those of Python and numpy, which a trace takes once forever and each device for
+itself, and those of torch's generator where a forward seeds it again, whose masks Heterodyne draws from the run's seed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PythonDraws(TorchFunctionMode):
             place = f"{self._line}\n" if self._line else ""
             raise CaptureError(
                 f"{place}forward draws random numbers from Python's random or from numpy, here or just before. A captured graph would keep "
-                "the first draw for ever, and each micro-batch of each device would draw its own. Draw them for each sample with "
+                "the first draw forever, and each micro-batch of each device would draw its own. Draw them for each sample with "
                 "torch.rand(x.shape[0], ...), or in the data."
             )
         if self._seeding is not None or torch.initial_seed() != self._seed:

@@ -1,4 +1,4 @@
-"""Gradients and autocast, turned on and off between the ops of a graph as the model did around them; and ops that are told of."""
+"""Gradients and autocast, turned on and off between the ops of a graph as the model did around them; and ops that hear of."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Regions:
     """What is switched while a graph runs. As a context manager, it leaves everything as it was, also after an error.
 
     Outside of the model's own regions the state is that of the caller: a graph that runs under ``torch.no_grad`` stays under it.
-    ``keeper``: is told of the ops whose outputs are kept; None: nobody is.
+    ``keeper``: hears of the ops whose outputs are kept; None: nobody is.
     """
 
     def __init__(self, keeper: Keeper | None = None) -> None:

@@ -99,7 +99,7 @@ class _Replay(fx.Interpreter):
         return value
 
     def _stand_in(self, node: fx.Node) -> Tensor:
-        """What a placeholder is at this batch size. Weights and constants are kept anyway; inputs cost what they hold."""
+        """Return what a placeholder is at this batch size. Weights and constants are kept anyway; inputs cost what they hold."""
         traced = node.meta["val"]
         shape = [size if isinstance(size, int) else self._batch for size in traced.shape]
         tensor = torch.empty(shape, dtype=traced.dtype, device="cpu")

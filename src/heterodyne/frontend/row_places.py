@@ -13,19 +13,19 @@ from heterodyne.frontend.sizes import proportional, size_of
 from heterodyne.frontend.sizes_as_values import is_size
 from heterodyne.graph.op_kinds import LIKE, SAME_VALUES, SLICES
 
-__all__ = ["MOVES", "Dependence", "Place", "bounds", "counted", "is_order", "is_own", "times"]
+__all__ = ["MOVES", "AffineIndex", "Dependence", "bounds", "counted", "is_order", "is_own", "times"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class AffineIndex:
     """Integers ``scale * i + rest`` for sample i, with ``low <= rest <= high`` (None: not known)."""
 
     scale: int
     low: int | None
     high: int | None
 
-    def shifted(self, low: int | None, high: int | None) -> Place:
-        return Place(
+    def shifted(self, low: int | None, high: int | None) -> AffineIndex:
+        return AffineIndex(
             scale=self.scale,
             low=None if self.low is None or low is None else self.low + low,
             high=None if self.high is None or high is None else self.high + high,
@@ -33,7 +33,7 @@ class Place:
 
     @property
     def own(self) -> bool:
-        """Whether it is one of the ``scale`` rows of the sample."""
+        """Return whether it is one of the ``scale`` rows of the sample."""
         return self.low is not None and self.high is not None and self.low >= 0 and self.high < self.scale
 
 
@@ -49,19 +49,19 @@ MOVES = SAME_VALUES | LIKE | SLICES | {"index", "repeat", "repeat_interleave"}
 
 
 def is_order(node: fx.Node) -> bool:
-    """Whether a tensor holds what ``sort`` or ``argsort`` made of the order of rows."""
+    """Return whether a tensor holds what ``sort`` or ``argsort`` made of the order of rows."""
     while operator_name(node) in MOVES:
         node = argument(node, "self")
     made = node.args[0] if node.target is operator.getitem and node.args[1] == 1 else node
     return isinstance(made, fx.Node) and operator_name(made) in ("argsort", "sort")
 
 
-def is_own(source: fx.Node, dim: int, place: Place) -> bool:
+def is_own(source: fx.Node, dim: int, place: AffineIndex) -> bool:
     size = size_of(source.meta["val"].shape[dim])
     return proportional(size) and size.coefficients[1] == place.scale and place.own
 
 
-def counted(node: fx.Node) -> Place | Dependence | None:
+def counted(node: fx.Node) -> AffineIndex | Dependence | None:
     """``torch.arange``: the places of the samples, or of their rows; anything else that has another length for another batch."""
     start, step = argument(node, "start") or 0, argument(node, "step") or 1
     if not any(is_size(n) for n in node.all_input_nodes):
@@ -70,7 +70,7 @@ def counted(node: fx.Node) -> Place | Dependence | None:
     if not isinstance(start, int) or not isinstance(step, int) or not proportional(size):
         return Dependence(on="place", cause=node)
     rows = int(size.coefficients[1])
-    return Place(scale=step * rows, low=start, high=start + step * (rows - 1))
+    return AffineIndex(scale=step * rows, low=start, high=start + step * (rows - 1))
 
 
 def times(value: int | None, factor: int) -> int | None:

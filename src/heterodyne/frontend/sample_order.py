@@ -1,4 +1,4 @@
-"""In which dim of a tensor the samples lie, and whether they lie there in order.
+"""In which dim of a tensor the samples are, and whether they are there in order.
 
 A tensor that follows the batch has a dim of g * b * k rows: g groups, one after the other, each with k rows of sample 0, then of
 sample 1. Inputs that are joined (``torch.cat([chosen, rejected])``) make 2 groups of 1 row; [B, T, C] as [B*T, C] has 1 group of T
@@ -46,7 +46,7 @@ _REORDERS = frozenset({
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """Where the samples of a tensor lie: ``dim`` has ``rows`` for each of them, in so many ``groups`` (0: not known).
+    """Where the samples of a tensor are: ``dim`` has ``rows`` for each of them, in so many ``groups`` (0: not known).
 
     ``dim`` is None for a tensor that is the same whatever the samples, and (then ``ordered`` is False) for one that follows them
     in another way: a count over all of them, something for each pair. ``mixed``: its rows were some samples' and are now parts
@@ -61,12 +61,12 @@ class Samples:
 
     @property
     def ordered(self) -> bool:
-        """Whether they lie sample by sample."""
+        """Return whether they are sample by sample."""
         return self.groups == 1
 
 
 def samples_in(graph: fx.Graph) -> Mapping[fx.Node, Samples]:
-    """For each node that returns one tensor, where its samples lie."""
+    """For each node that returns one tensor, where its samples are."""
     found: dict[fx.Node, Samples] = {}
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -91,7 +91,7 @@ def _samples(node: fx.Node, spec: TensorSpec, found: Mapping[fx.Node, Samples]) 
 
 
 def _groups(node: fx.Node, dim: int, rows: int, spec: TensorSpec, found: Mapping[fx.Node, Samples]) -> int | None:
-    """In how many groups the samples lie in ``dim``; 0: not known; None: its rows belong to several samples."""
+    """In how many groups the samples are laid out in ``dim``; 0: not known; None: its rows belong to several samples."""
     producer = producer_of(node)
     name = operator_name(producer)
     sources = _read_by(node, found)
@@ -121,7 +121,7 @@ def _groups(node: fx.Node, dim: int, rows: int, spec: TensorSpec, found: Mapping
 
 
 def _own_rows(node: fx.Node, found: Mapping[fx.Node, Samples]) -> bool:
-    """Whether something is taken of each sample, in their order: ``hidden[torch.arange(len(hidden)), last]``."""
+    """Return whether something is taken of each sample, in their order: ``hidden[torch.arange(len(hidden)), last]``."""
     source, indices = found[argument(node, "self")], argument(node, "indices")
     if source.dim is None or not source.ordered or source.rows != 1 or source.dim >= len(indices):
         return False
@@ -142,7 +142,7 @@ def _regrouped(runs: float, before: float, rows: int) -> int | None:
 
 
 def _cut(node: fx.Node, name: str, source: Samples, rows: int) -> int | None:
-    """Of rows that are taken from a dim: whole groups, or the same rows of each sample."""
+    """Return the group of rows that are taken from a dim: whole groups, or the same rows of each sample."""
     of_group = source.rows // source.groups
     if name in ("split", "split_with_sizes", "chunk"):
         return None if rows % of_group else rows // of_group
@@ -168,19 +168,19 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _joined(parts: list[Samples], operands: int) -> int:
-    """Of tensors one after the other: their groups together, where they have as many rows a sample in each."""
+    """Return the group of tensors one after the other: their groups together, where they have as many rows a sample in each."""
     like = {part.rows // part.groups for part in parts}
     return sum(part.groups for part in parts) if len(like) == 1 and len(parts) == operands else 0
 
 
 def _read_by(node: fx.Node, found: Mapping[fx.Node, Samples]) -> list[fx.Node]:
-    """What follows the batch of what a node is made of; for one output of several, of what the op read that returned them."""
+    """Return what follows the batch of what a node is made of; for one output of several, of what the op read that returned them."""
     sources = producer_of(node).all_input_nodes
     return [n for n in sources if n in found and (found[n].dim is not None or not found[n].ordered)]
 
 
 def _before(spec: TensorSpec, dim: int | None) -> float:
-    """How many times the samples are run through."""
+    """Return how many times the samples are run through."""
     return math.prod(size(1) for size in spec.shape[:dim])
 
 

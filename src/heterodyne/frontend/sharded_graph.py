@@ -23,7 +23,7 @@ from heterodyne.frontend.sizes import spec_of
 from heterodyne.frontend.stage_graph import Writer
 from heterodyne.frontend.stage_values import Pieces
 from heterodyne.graph import Ref, Size
-from heterodyne.graph.sharding import Layout, Sharding, Strategy, turns
+from heterodyne.graph.sharding import Layout, OpStrategy, Sharding, turns
 from heterodyne.graph.sharding.numbered import Numbered, Slot, Step
 from heterodyne.graph.sharding.rules import rule_of
 
@@ -37,7 +37,7 @@ _SHAPES: Final[Mapping[str, str]] = {
 _GROUPED: Final = {"group_norm": 1, "conv1d": 6, "conv2d": 6, "conv3d": 6}  # and where they name the number of groups
 _MEAN: Final = 1  # as torch counts reductions
 _Layouts: TypeAlias = tuple[Layout, ...]
-"""How a tensor lies along each axis."""
+"""How a tensor is laid out along each axis."""
 _MATRICES: Final = 3  # the first operand of a mixture of experts that holds something for each of them
 
 
@@ -103,7 +103,7 @@ class _ShardedWriter(Writer):
             self._forget(node)
         return finished
 
-    def _operands(self, node: fx.Node, strategies: Sequence[Strategy]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _operands(self, node: fx.Node, strategies: Sequence[OpStrategy]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of an op as its strategies want them, in the order of its schema, as `Op.operands` has them."""
         layouts = zip(*(strategy.operands for strategy in strategies), strict=True)
 
@@ -156,7 +156,7 @@ class _ShardedWriter(Writer):
         return ref_of(node) if role is None else Ref(role.symbol)
 
     def _forget(self, node: fx.Node) -> None:
-        """What was converted of memory that has been written into is out of date."""
+        """Forget what was converted of memory that has been written into."""
         changed = {self._pieces.memory.group_of[n] for n in mutates(node)}
         of = {copy: original for original, copy in self._copies.items() if isinstance(copy, fx.Node)}
         for copy, want in list(self._converted):
@@ -167,7 +167,7 @@ class _ShardedWriter(Writer):
     def _slot(self, axis: int, ref: Ref, layout: Layout) -> int:
         return self.slots.setdefault((axis, ref, layout), len(self.slots))
 
-    def _local_sizes(self, node: fx.Node, copy: fx.Node, axis: int, strategy: Strategy) -> None:
+    def _local_sizes(self, node: fx.Node, copy: fx.Node, axis: int, strategy: OpStrategy) -> None:
         """The shape of what is returned names this device's slice."""
         name = operator_name(node)
         layout = strategy.outputs[0]
@@ -198,8 +198,8 @@ class _ShardedWriter(Writer):
     def _full_size(self, node: fx.Node, dim: int) -> Any:
         return evaluated(self._graph, spec_of(node.meta["val"]).shape[dim], self._samples)
 
-    def _together(self, node: fx.Node, copy: fx.Node, axis: int, strategy: Strategy) -> None:
-        """Ops that need to know where their slice lies, or something of the other devices along an axis, become calls of `Members`."""
+    def _together(self, node: fx.Node, copy: fx.Node, axis: int, strategy: OpStrategy) -> None:
+        """Ops that need to know where their slice is, or something of the other devices along an axis, become calls of `Members`."""
         name = operator_name(node).rstrip("_")
         cuts = _cuts(node, strategy, self._operand_refs(node))
         slot = next(cuts, None)
@@ -236,7 +236,7 @@ class _ShardedWriter(Writer):
         graph = self._pieces.graph
         return rule_of(graph.op_by_name[node.name], graph).units
 
-    def _local_groups(self, node: fx.Node, copy: fx.Node, axis: int, strategy: Strategy) -> None:
+    def _local_groups(self, node: fx.Node, copy: fx.Node, axis: int, strategy: OpStrategy) -> None:
         """The number of groups is that of this device's channels."""
         at = _GROUPED[operator_name(node)]
         with self._graph.inserting_before(copy):
@@ -265,7 +265,7 @@ class _ShardedWriter(Writer):
         self._call_within(copy, int(str(drawn)))
 
     def _call_within(self, copy: fx.Node, slot: int) -> None:
-        """What is called draws for a slice of what it would draw for."""
+        """Call it such that it draws for a slice of what it would draw for."""
         members, *arguments = copy.args
         copy.target, copy.args = "drawn_within", (members, slot, copy.target, *arguments)
 
@@ -274,7 +274,7 @@ class _ShardedWriter(Writer):
         return self._in_layout(node, self._wanted(ref))
 
 
-def _cuts(node: fx.Node, strategy: Strategy, operands: Sequence[Ref]) -> Iterator[tuple[Ref, Layout]]:
+def _cuts(node: fx.Node, strategy: OpStrategy, operands: Sequence[Ref]) -> Iterator[tuple[Ref, Layout]]:
     """The tensors that an op reads or returns cut, those that it reads first."""
     for ref, layout in zip(operands, strategy.operands, strict=True):
         if layout.kind == "shard":
@@ -297,7 +297,7 @@ def _name_ones(node: fx.Node, copy: fx.Node) -> None:
 
 
 def _first_of_sizes(node: fx.Node) -> int:
-    """Which dim of its operand ``unflatten`` replaces by several."""
+    """Return which dim of its operand ``unflatten`` replaces by several."""
     source, dim = argument(node, "self"), argument(node, "dim")
     assert isinstance(source, fx.Node)
     if not isinstance(dim, int):

@@ -34,7 +34,7 @@ def degree(tensor: Tensor) -> int:
 
 
 def proportional(size: Size) -> bool:
-    """Whether it is the batch times a number."""
+    """Return whether it is the batch times a number."""
     return len(size.coefficients) == 2 and size.coefficients[0] == 0
 
 

@@ -26,18 +26,18 @@ _SHAPED = frozenset({
 
 
 def follows(node: fx.Node) -> bool:
-    """Whether the shape of a tensor that a node returns follows the batch."""
+    """Return whether the shape of a tensor that a node returns follows the batch."""
     return any(degree(t) > 0 for t in tensors_of(node))
 
 
 def is_size(node: Any) -> bool:
-    """Whether a node is a number that is another one for another batch."""
+    """Return whether a node is a number that is another one for another batch."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and bool(value.node.expr.free_symbols)
 
 
 def is_size_as_value(node: fx.Node, name: str) -> bool:
-    """Whether an op computes with a number that follows the batch, rather than making a shape of it."""
+    """Return whether an op computes with a number that follows the batch, rather than making a shape of it."""
     if not isinstance(node.target, OpOverload):
         return False
     for declared in node.target._schema.arguments:
@@ -65,7 +65,7 @@ def is_size_as_value(node: fx.Node, name: str) -> bool:
 
 
 def cuts_by_size(node: fx.Node, name: str, order: Mapping[fx.Node, Samples]) -> bool:
-    """Whether rows are chosen by their number, which then belong to some sample or other."""
+    """Return whether rows are chosen by their number, which then belong to some sample or other."""
     if name == "repeat_interleave":
         return any(is_size(n) for n in node.all_input_nodes) and not follows(node.all_input_nodes[0])
     if name not in ("slice", "narrow", "select") or not any(is_size(n) for n in node.all_input_nodes):

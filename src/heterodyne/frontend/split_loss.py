@@ -125,7 +125,7 @@ class _Splitter:
         return self._given[name]
 
     def _erase(self, node: fx.Node) -> None:
-        """What nobody reads any more."""
+        """Erase what nothing reads any more."""
         if node.users or node.op != "call_function" or mutates(node):
             return
         sources = node.all_input_nodes

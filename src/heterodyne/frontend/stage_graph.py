@@ -84,7 +84,7 @@ class Writer:
         return root
 
     def _meets(self, copy: fx.Node) -> bool:
-        """Whether an op does something with other devices, which they do together each time that it is run."""
+        """Return whether an op does something with other devices, which they do together each time that it is run."""
         del copy
         return False
 
@@ -105,7 +105,7 @@ class Writer:
         return copy
 
     def _changes_kept(self, node: fx.Node) -> bool:
-        """Whether an op writes into a buffer: BatchNorm counts its batches."""
+        """Return whether an op writes into a buffer: BatchNorm counts its batches."""
         roles = self._pieces.traced.roles
         groups = {self._pieces.memory.group_of[n] for n in mutates(node)}
         return bool(groups) and any(
@@ -119,7 +119,7 @@ class Writer:
         return copy
 
     def _size(self, node: fx.Node) -> Any:
-        """A number that follows the samples. That of a tensor is told from their number, all others by the model's arithmetic."""
+        """A number that follows the samples. That of a tensor follows from their number, all others by the model's arithmetic."""
         if not any(tensors_of(n) for n in node.all_input_nodes):
             return self._graph.node_copy(node, lambda n: self._copies[n])
         return evaluated(self._graph, size_of(node.meta["val"]), self._samples)

@@ -20,9 +20,8 @@ from heterodyne.frontend.bound_stage import BoundStage
 from heterodyne.frontend.describe import producer_of, ref_of
 from heterodyne.frontend.export import Role
 from heterodyne.frontend.flat_graph import tensors_of
-from heterodyne.frontend.in_turns import Border, InTurns
+from heterodyne.frontend.in_turns import Border, InTurns, overlapped_graph
 from heterodyne.frontend.members import Members
-from heterodyne.frontend.overlapped_graph import overlapped_graph
 from heterodyne.frontend.placed import placed
 from heterodyne.frontend.sharded_graph import sharded_graph
 from heterodyne.frontend.sizes import spec_of
@@ -43,10 +42,10 @@ class Team(Protocol):
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Of this one along each axis."""
+        """The position of this device along each axis."""
 
     def members(self, sharding: Sharding, numbered: Numbered) -> Callable[[int, range | None], Members]:
-        """What a graph calls, for each number of samples of a micro-batch; for those of its samples, if it runs in halves."""
+        """Return what a graph calls, for each number of samples of a micro-batch; for those of its samples, if it runs in halves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +84,8 @@ class StageProgram:
     ) -> BoundStage:
         """The stage on a device, with the parameters and buffers of the user's own module, of which some may be slices.
 
-        ``team``: the devices of a stage that lies on them in parts. ``overlap``: it trains with micro-batches as two halves in turns
-        (`heterodyne.frontend.overlapped_graph`). ``keep``: names of its ops that keep what they make for a
+        ``team``: the devices of a stage that is divided over them. ``overlap``: it trains with micro-batches as two halves in turns
+        (`heterodyne.frontend.in_turns`). ``keep``: names of its ops that keep what they make for a
         second run.
 
         Parameters are looked up by name at each call, so that the module may be given others; those that the stage does not read may
@@ -125,7 +124,7 @@ class StageProgram:
         )
 
     def _sizes(self, name: str, positions: Sequence[int]) -> dict[int, int]:
-        """Of the slice of a parameter or buffer that the device with these positions has: of each dim that is cut."""
+        """Return the size, in each dim that is cut, of the slice of a parameter or buffer that the device with these positions has."""
         axes = () if self._sharding is None else self._sharding.axes
         cuts = [(axis.stored(name), position) for axis, position in zip(axes, positions, strict=True)]
         return {cut[0]: cut[1][position] for cut, position in cuts if cut is not None}
@@ -186,7 +185,7 @@ def stage_program(
     sharding: Sharding | None = None,
     count: LossCount | None = None,
 ) -> StageProgram:
-    """The stage with the ops ``[start, stop)`` of a graph that is cut at ``starts``; ``sharding``: as it lies on its devices;
+    """The stage with the ops ``[start, stop)`` of a graph that is cut at ``starts``; ``sharding``: as it is laid out on its devices;
     ``count``: what the loss of some samples is divided by.
 
     Raises PlanError if these are not the bounds of one of the stages, or if the cut would change the result.
@@ -264,7 +263,7 @@ def _runs(pieces: Pieces, op: fx.Node, start: int, stop: int) -> bool:
 
 
 def _writers_before(pieces: Pieces, node: fx.Node, stop: int) -> list[fx.Node]:
-    """What writes into the memory of a node that is made again, or of an input."""
+    """Return what writes into the memory of a node that is made again, or of an input."""
     if node.op != "placeholder" and node not in pieces.again:
         return []
     return [w for w in pieces.memory.writers_of(node) if w in pieces.again and pieces.position[w] < stop]

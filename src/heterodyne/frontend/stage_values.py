@@ -37,12 +37,12 @@ class Pieces:
 
     @cached_property
     def memory(self) -> Memory:
-        """Which tensors may share memory."""
+        """Return which tensors may share memory."""
         return shared_memory(self.traced.graph, self.observed)
 
     @cached_property
     def samples(self) -> Mapping[fx.Node, Samples]:
-        """Where the samples of each tensor lie."""
+        """Return where the samples of each tensor are."""
         return samples_in(self.traced.graph)
 
     @cached_property
@@ -58,7 +58,7 @@ class Pieces:
 
 
 def values_between(pieces: Pieces, starts: Sequence[int]) -> tuple[Value, ...]:
-    """What crosses between stages whose first ops are ``starts``, in the order in which it is made.
+    """Return what crosses between stages whose first ops are ``starts``, in the order in which it is made.
 
     Raises PlanError, with op and line, for a cut that would let a stage read what another has written over since.
     """
@@ -144,7 +144,7 @@ def _refuse_split_writes(pieces: Pieces, starts: Sequence[int], readers: Mapping
 def _from_outside(
     pieces: Pieces, starts: Sequence[int], readers: Mapping[fx.Node, set[int]], group: fx.Node, stage: int
 ) -> list[fx.Node]:
-    """What a stage is given of a group: tensors that it receives, inputs of the model that it reads."""
+    """Return what a stage is given of a group: tensors that it receives, inputs of the model that it reads."""
     received = [n for n, stages in readers.items() if stage in stages and pieces.memory.group_of.get(n) is group]
     inputs = [n for n in _inputs(pieces, group) if any(_stage(pieces, starts, op) == stage for op in _ops(pieces, n))]
     return received + inputs

@@ -1,7 +1,7 @@
 """Names in the graph: each tensor has one that no other has, whatever the user calls his.
 
 torch.export names ops after their operators (``t``, ``add``, ``embedding``), and a model may hold parameters of these names, or take
-inputs that are called as its buffers are. Parameters, buffers and constants keep theirs, the others give way.
+inputs that are called as its buffers are. Parameters, buffers and constants keep theirs, the others are renamed.
 """
 
 from __future__ import annotations

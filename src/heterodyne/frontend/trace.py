@@ -17,7 +17,7 @@ from heterodyne.frontend.aliases import shared_memory
 from heterodyne.frontend.batch_statistics import batch_statistics, refuse_own_exchange
 from heterodyne.frontend.block_program import BlockProgram, extract
 from heterodyne.frontend.blocks import find_blocks
-from heterodyne.frontend.bound_coupled_loss import BoundCoupledLoss, Exchange
+from heterodyne.frontend.bound_coupled_loss import BoundCoupledLoss, FeatureExchange
 from heterodyne.frontend.closures import refuse_closures, refuse_computed
 from heterodyne.frontend.code import code_digest
 from heterodyne.frontend.counting import LossCounter
@@ -66,7 +66,7 @@ class Captured:
 
     @property
     def loss_count(self) -> LossCount:
-        """How the losses of the parts of a batch make up the loss of the batch."""
+        """Return how the losses of the parts of a batch make up the loss of the batch."""
         return self._counter
 
     def block(self, block: Block) -> BlockProgram:
@@ -76,14 +76,14 @@ class Captured:
     def stage(self, start: int, stop: int, *, starts: Sequence[int], sharding: Sharding | None = None) -> StageProgram:
         """The ops ``[start, stop)`` as something that runs on real tensors with the model's own parameters.
 
-        ``starts``: the first ops of all stages of the pipeline, which say what crosses; ``sharding``: how this one lies on its
+        ``starts``: the first ops of all stages of the pipeline, which say what crosses; ``sharding``: how this one is laid out on its
         devices, None: whole on each. The model must have been captured in training
         mode for the stage to train. Raises PlanError for a cut that would change the result, with the op and its line.
         """
         require_pieces(self.graph)
         return stage_program(self._pieces, start, stop, starts, sharding, self._counter)
 
-    def coupled(self, module: nn.Module, device: torch.device, exchange: Exchange) -> BoundCoupledLoss:
+    def coupled(self, module: nn.Module, device: torch.device, exchange: FeatureExchange) -> BoundCoupledLoss:
         """The model on a replica's samples, with a loss in which the samples of all replicas see each other (``loss.reduction``
         ``coupled``)."""
         assert self._coupled is not None
@@ -117,7 +117,7 @@ class Captured:
 
     @property
     def left(self) -> Sequence[Left]:
-        """What forward sets in the model and around it, and the graph does not."""
+        """Return what forward sets in the model and around it, and the graph does not."""
         return self._traced.left
 
     @cached_property
@@ -241,7 +241,7 @@ def _trace(model: nn.Module, example: Example, name: str | None, numbers: Sequen
 def _read_loss(
     traced: Traced, example: Example, buffers: Mapping[str, Tensor], again: Callable[[Batch], LossCount]
 ) -> tuple[Traced, Loss, LossCount, CoupledLoss | None]:
-    """How the loss is averaged, with the graph as it has to be for that. Raises CaptureError."""
+    """Return how the loss is averaged, with the graph as it has to be for that. Raises CaptureError."""
     try:
         reading = read_loss(traced)
     except CoupledError as error:
@@ -265,7 +265,7 @@ def _sample_dims(traced: Traced) -> dict[fx.Node, int | None]:
 
 
 def _written_memory(traced: Traced, observed: dict[fx.Node, Observed]) -> dict[fx.Node, str]:
-    """For each node that lies in memory which is written into, what that memory is called."""
+    """For each node that is in memory which is written into, what that memory is called."""
     memory = shared_memory(traced.graph, observed)
     named = {memory.group_of[n]: role.symbol for n, role in traced.roles.items()}
     return {node: named.get(group, group.name) for node, group in memory.group_of.items() if memory.writers.get(group)}

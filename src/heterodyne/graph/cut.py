@@ -1,7 +1,7 @@
 """What crosses the cuts when a graph is cut into stages.
 
 A stage is a contiguous run of ops. A value crosses from the stage that makes it to each later stage that reads it, straight,
-however many stages lie between. The model's inputs do not cross: every device can read its samples of them. Nor does what is
+however many stages are between. The model's inputs do not cross: every device can read its samples of them. Nor does what is
 cheap to make from the inputs alone and needs no gradient, such as masks and positions: a stage that reads it makes it again.
 """
 
@@ -34,7 +34,7 @@ class Crossing:
 
     @property
     def bytes(self) -> Size:
-        """Of all its outputs, in samples."""
+        """The bytes of all its outputs, by the number of samples."""
         return Size.total(spec.bytes for spec in self.specs)
 
     @property
@@ -76,7 +76,7 @@ class Value:
 
 
 def crossings(graph: ModelGraph, starts: Sequence[int]) -> tuple[Crossing, ...]:
-    """What crosses between stages whose first ops are ``starts`` (rising, the first is 0), in the order in which it is made."""
+    """Return what crosses between stages whose first ops are ``starts`` (rising, the first is 0), in the order in which it is made."""
     stage_of = [bisect_right(starts, position) - 1 for position in range(len(graph.ops))]
     again = computed_again(graph)
     made_by = {op.name: position for position, op in enumerate(graph.ops)}
@@ -118,7 +118,7 @@ def mixing_samples(graph: ModelGraph) -> frozenset[str]:
 def computed_again(graph: ModelGraph) -> frozenset[str]:
     """The ops that each stage makes again for itself: no gradient, no chance, no weight but buffers, and all behind them are such.
 
-    What lies in memory that another op writes into is made again only with all of these ops. What writes into a buffer is not among
+    What is in memory that another op writes into is made again only with all of these ops. What writes into a buffer is not among
     them either: it is done once.
     """
     random = set(graph.random)
@@ -157,7 +157,7 @@ def _with_whole_memories(graph: ModelGraph, found: set[str]) -> frozenset[str]:
 
 
 def stage_ops(graph: ModelGraph, start: int, stop: int) -> tuple[Op, ...]:
-    """What a stage with the ops ``[start, stop)`` runs: its own, and those that it makes again because they are read."""
+    """Return what a stage with the ops ``[start, stop)`` runs: its own, and those that it makes again because they are read."""
     again = computed_again(graph)
     position = {op.name: place for place, op in enumerate(graph.ops)}
     writers: dict[str, list[str]] = {}
@@ -181,7 +181,7 @@ def stage_ops(graph: ModelGraph, start: int, stop: int) -> tuple[Op, ...]:
 
 
 def _sources(op: Op, made_by: dict[str, int], again: frozenset[str]) -> list[int]:
-    """The ops whose outputs an op reads; none for one that is made anew wherever it is read."""
+    """The ops whose outputs an op reads; none for one that is made again wherever it is read."""
     if op.name in again:
         return []
     return [made_by[name] for name in op.inputs if name in made_by and name not in again]

@@ -33,7 +33,7 @@ def require_samples_own_draws(graph: ModelGraph) -> None:
 
 
 def _fault(op: Op) -> str:
-    """What is wrong with what an op draws; "" for nothing."""
+    """Return what is wrong with what an op draws; "" for nothing."""
     kind, shape = op.kind.rstrip("_"), op.outputs[0].shape
     if kind == "randperm" and not all(size.is_constant for size in shape):
         return (

@@ -86,7 +86,7 @@ class ModelGraph:
         batch_statistics: names of the ops that mix the samples of a micro-batch (BatchNorm in training).
         random: names of the ops that draw random numbers (dropout).
         constants: tensors of the trace that are no parameters or buffers.
-        output: the loss; None: not told.
+        output: the loss; None: not known.
         task_graphs: what the author has marked, in the order of their first ops.
         module_only: why pieces of the graph would train in another way than the module. Not empty: each device runs it whole.
         opaque: why there is no graph of its ops, with the user's line: its one op is the module as it is. None: there is a graph.
@@ -140,7 +140,7 @@ class ModelGraph:
 
     @property
     def only_whole(self) -> str:
-        """Why a plan may not cut the model, as a sentence with what to do; "" if it may."""
+        """Return why a plan may not cut the model, as a sentence with what to do; "" if it may."""
         if not self.module_only:
             return ""
         return (
@@ -189,7 +189,7 @@ class ModelGraph:
         return frozenset(self.stored).union(p.name for p in self.constants)
 
     def flows(self, ref: Ref) -> bool:
-        """Whether gradients flow into a tensor."""
+        """Return whether gradients flow into a tensor."""
         made = self.op_by_name.get(ref.name)
         if made is not None:
             return made.differentiable[ref.output]
@@ -208,7 +208,7 @@ class ModelGraph:
         return frozenset(found) if self.output is not None else frozenset(self.stored)
 
     def memory_of(self, ref: Ref) -> str | None:
-        """The memory in which something lies that something else may write into: what an op has made, an input, or what is stored."""
+        """The memory in which something is that something else may write into: what an op has made, an input, or what is stored."""
         made = self.op_by_name.get(ref.name)
         if made is None:
             return ref.name

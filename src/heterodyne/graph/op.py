@@ -113,10 +113,10 @@ class Op:
         bytes_saved: what it alone keeps for its backward (tensors that an earlier op already keeps are not counted).
         annotation: name of the TaskGraph that it belongs to, if any.
         arguments: by the names of the operator's schema, defaults included.
-        memory: for what lies in memory that an op writes into after it was made, which memory that is.
-        in_memory: which outputs lie there; (): all of them.
+        memory: for what is in memory that an op writes into after it was made, which memory that is.
+        in_memory: which outputs are there; (): all of them.
         writes: the memories that it writes into; that of a parameter or buffer has its name.
-        samples: for each output the dim in which its samples lie, in order; None where there is none, or not in order.
+        samples: for each output the dim in which its samples are, in order; None where there is none, or not in order.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""TaskGraphs: the parts of a model that its author has marked, each with how it shall lie on how many devices.
+"""TaskGraphs: the parts of a model that its author has marked, each with how it shall be laid out on how many devices.
 
 A TaskGraph is what one scope in forward encloses, or what a default strategy covers. Its ops need not be neighbours: a scope
 inside of it takes some out of the middle. Ops without a mark belong to none.

@@ -1,4 +1,4 @@
-"""Between which values an input of integers must lie, because something is looked up by it.
+"""Between which values an input of integers must be, because something is looked up by it.
 
 A token is a row of an embedding, a label one of the classes. Found by walking back from what looks up to an input, through ops that
 hand values on as they are: views, slices, casts between integers. What is computed on the way (``tokens + 1``) has no bound here.
@@ -78,7 +78,7 @@ _Lookup = tuple[Ref, Literal["rows", "classes", "entries"], int, int | None, boo
 
 
 def _looked_up(graph: ModelGraph, op: Op) -> Iterator[_Lookup]:
-    """What an op looks up by: the indices, in what, of which size, what is left out, and whether that size is fixed."""
+    """Yield what an op looks up by: the indices, in what, of which size, what is left out, and whether that size is fixed."""
     if op.kind == "embedding":
         table, indices = op.argument("weight"), op.argument("indices")
         if isinstance(table, Ref) and isinstance(indices, Ref) and table.name in graph.stored:
@@ -97,7 +97,7 @@ def _looked_up(graph: ModelGraph, op: Op) -> Iterator[_Lookup]:
 
 
 def _is_fixed(graph: ModelGraph, size: int) -> bool:
-    """Whether a size is that of a weight, and of no input: those may have other sizes later."""
+    """Return whether a size is that of a weight, and of no input: those may have other sizes later."""
     of_inputs = {dim(1) for entry in graph.inputs for dim in entry.spec.shape if dim.is_constant}
     return size not in of_inputs and any(size in parameter.shape for parameter in graph.parameters)
 

@@ -3,8 +3,8 @@
     from heterodyne.integrations.accelerate import Accelerator
 
 In train mode the model returns a promise of its loss, and ``backward`` runs the whole step on the batch: with unequal shares the loss
-of the global batch is known only then. ``optimizer.step()`` finds no gradients and does nothing, and a loop that reads a gradient is told
-so. Accelerate itself is not needed.
+of the global batch is known only then. ``optimizer.step()`` finds no gradients and does nothing, and a loop that reads a gradient gets an
+error so. Accelerate itself is not needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from heterodyne.api.loop.remade_optimizer import follow, remade
 from heterodyne.api.session import LONGEST_PHASE_S
 from heterodyne.errors import HeterodyneError
 from heterodyne.integrations.first_batch import first_batch
-from heterodyne.integrations.spent_gradients import mark_spent, take_away_spent
+from heterodyne.runtime.weights.masters import gradient_dtype
 from heterodyne.runtime.weights.parameter_groups import options_of
 
 __all__ = ["Accelerator", "PreparedModel", "Promise"]
@@ -134,14 +134,14 @@ class Accelerator:
         if hasattr(optimizer, "register_step_pre_hook"):
             optimizer.register_step_pre_hook(self._on_step)
             optimizer.register_step_post_hook(
-                lambda *_: mark_spent(self._trained())
+                lambda *_: _mark_spent(self._trained())
             )  # until zero_grad, as gradients would be there
         return PreparedModel(self.distributed), optimizer, loader, *others
 
     def _on_step(self, script: Optimizer, *_: object) -> None:
         """Raises HeterodyneError if rates or options have been changed since the update, which they were meant for."""
         self._waits = False
-        take_away_spent(self._trained())
+        _take_away_spent(self._trained())
         if self._followed and list(map(options_of, script.param_groups)) != self._followed:
             raise HeterodyneError(
                 "rates or options of the optimizer were changed between accelerator.backward(loss), which runs the whole step, and "
@@ -176,10 +176,10 @@ class Accelerator:
         loss.value, self._norm = result.loss, result.grad_norm
         distributed.module.zero_grad()
         if self._waits:
-            mark_spent(self._trained())
+            _mark_spent(self._trained())
 
     def clip_grad_norm_(self, parameters: object, max_norm: float) -> float | None:
-        """The norm before the step's clipping. Raises HeterodyneError if the accelerator was not told of it."""
+        """The norm before the step's clipping. Raises HeterodyneError if the accelerator does not know of it."""
         if max_norm != self._clip:
             raise HeterodyneError(f"the step has clipped at {self._clip}: write Accelerator(clip_grad_norm={max_norm})")
         return self._norm
@@ -228,7 +228,7 @@ class Accelerator:
 
     def end_training(self) -> None:
         """The weights are back in the model. Collective."""
-        take_away_spent(self._trained())
+        _take_away_spent(self._trained())
         self._prepared().close()
 
     def _trained(self) -> Iterator[Tensor]:
@@ -248,3 +248,57 @@ def _refuse(what: str) -> NoReturn:
         f"the loop {what}, and the step is not run before accelerator.backward(loss) with the model's own loss: let forward return the "
         "whole loss, or use hd.distribute(model, batch, loss=...) and trainer.step(batch)"
     )
+
+
+_AS_THEY_ARE = frozenset(
+    getattr(Tensor, name).__get__
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "grad_fn",
+        "requires_grad",
+        "is_sparse",
+        "is_meta",
+        "is_cpu",
+        "is_cuda",
+    )
+)
+# Of zero_grad(set_to_none=False), which is as good before the next step.
+_CLEARING = frozenset({Tensor.zero_, Tensor.detach_, Tensor.requires_grad_, torch._foreach_zero_})
+
+
+class _SpentGradient(Tensor):
+    """Raises HeterodyneError for all that is done with it, but to clear it or to ask of what shape it is."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function in _CLEARING:
+            return args[0]
+        if function in _AS_THEY_ARE:
+            return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        raise HeterodyneError(
+            f"the loop calls {getattr(function, '__name__', 'a function')} on a gradient after accelerator.backward(loss), which has made "
+            "the update already, from gradients that are on several ranks. Clip by Accelerator(clip_grad_norm=...), whose clip_grad_norm_ "
+            "gives the norm; what is done to each value of a gradient, such as clamp, write into step() of an optimizer of your own"
+        )
+
+
+def _mark_spent(parameters: Iterable[Tensor]) -> None:
+    """Put one in place of the gradient of each parameter that is trained."""
+    with torch._C.DisableTorchFunctionSubclass():  # also where not every rank holds it, and uses of it are refused
+        for parameter in parameters:
+            if parameter.requires_grad:
+                value = torch.empty((), dtype=gradient_dtype(parameter), device=parameter.device)
+                parameter.grad = value.expand(parameter.shape).as_subclass(_SpentGradient)
+
+
+def _take_away_spent(parameters: Iterable[Tensor]) -> None:
+    """Leave no gradient where one was marked."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter in parameters:
+            if isinstance(parameter.grad, _SpentGradient):
+                parameter.grad = None

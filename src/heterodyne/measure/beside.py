@@ -81,7 +81,7 @@ def rate(peers: Peers, bench: Workbench) -> float:
 
 
 def rate_of(compute: Callable[[], object]) -> float:
-    """Of the processor's seconds to those of the clock."""
+    """Return the ratio of the processor's seconds to those of the clock."""
     processor, wall = ProcessorClock(), HostClock()
     start, began = processor.mark(), wall.mark()
     compute()

@@ -7,14 +7,14 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Clock", "DeviceClock", "HostClock", "Mark", "ProcessorClock", "clock_of"]
+__all__ = ["DeviceClock", "HostClock", "Mark", "ProcessorClock", "Stopwatch", "clock_of"]
 
 
 # A moment, set by a clock and understood by that clock alone: seconds for one, an event for another.
 Mark = Any
 
 
-class Clock(Protocol):
+class Stopwatch(Protocol):
     def mark(self) -> Mark:
         """This moment, in the order of the device's work."""
         ...
@@ -67,5 +67,5 @@ class DeviceClock:
         torch.accelerator.synchronize(self._device)
 
 
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> Stopwatch:
     return HostClock() if device.type == "cpu" else DeviceClock(device)

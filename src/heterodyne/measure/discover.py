@@ -173,7 +173,7 @@ def join_sightings(sightings: Sequence[Sighting]) -> Cluster:
 
 
 def has_bf16_units(device: torch.device) -> bool:
-    """Whether an accelerator computes in bf16 itself, as far as torch tells; one that does not tell has them. No CPU is asked."""
+    """Return whether an accelerator computes in bf16 itself, as far as torch tells; one that does not tell has them. No CPU is asked."""
     if device.type == "cpu":
         return False
     ask = getattr(torch.get_device_module(device.type), "is_bf16_supported", None)

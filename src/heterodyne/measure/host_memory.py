@@ -33,7 +33,7 @@ class HostMemory:
 def read_host_memory(
     pid: int | str = "self", *, proc: Path = Path("/proc"), total_bytes: int | None = None
 ) -> HostMemory:
-    """What a process can see of the machine's memory; no limits where there are no control groups (macOS, say)."""
+    """Return what a process can see of the machine's memory; no limits where there are no control groups (macOS, say)."""
     total = psutil.virtual_memory().total if total_bytes is None else total_bytes
     try:
         lines = (proc / str(pid) / "cgroup").read_text(encoding="utf-8").splitlines()
@@ -58,7 +58,7 @@ def worker_memory(own: HostMemory, siblings: Sequence[HostMemory]) -> int:
 
 
 def host_context_bytes() -> int:
-    """What this process occupies now: interpreter, libraries, and what capturing and measuring keep."""
+    """Return what this process occupies now: interpreter, libraries, and what capturing and measuring keep."""
     return int(psutil.Process().memory_info().rss)
 
 

@@ -154,13 +154,13 @@ class _Survey:
         self._enough = 0  # the size after which nothing is gained; 0: there may be more to gain
 
     def let_go(self) -> None:
-        """Of what was run last, with all its memory."""
+        """Let go of what was run last, with all its memory."""
         if self.run is not None:
             self.run.let_go()
         self.run = None
 
     def blocks_in(self, kind: str) -> int:
-        """How many blocks one run of that kind is."""
+        """Return how many blocks one run of that kind is."""
         return max(1, sum(self._counts.values())) if kind == WHOLE else 1
 
     def section(self, kind: str, size: int, left_s: float, share: float) -> str | None:
@@ -206,18 +206,19 @@ class _Survey:
         return f"{self._bench.name_of(kind)} cannot be measured even at {_samples(size)}: {reason}"
 
     def blocks_s(self, size: int) -> float:
-        """Of all blocks together, forward and backward."""
+        """The seconds of all blocks together, forward and backward."""
         return self._expected_s(WHOLE, size)
 
     def goes_on_after(self, size: int) -> bool:
-        """Whether this rank wants to measure larger sizes; never again after two in a row by which it gains nothing."""
+        """Return whether this rank wants to measure larger sizes; never again after two in a row by which it gains nothing."""
         if not self._enough:
             self._in_vain = 0 if self._gains(size) else self._in_vain + 1
             self._enough = size if self._in_vain == _TWICE else 0
         return not self._enough
 
     def _gains(self, size: int) -> bool:
-        """Whether a sample takes less time at that size than at the one before, by more than measuring can tell; yes at the first."""
+        """Return whether a sample takes less time at that size than at the one before, by more than measuring can tell; yes at the
+        first."""
         seconds = []
         for kind, count in self._counts.items():
             samples = self._measured[kind]
@@ -262,7 +263,7 @@ class _Survey:
         return None if run_s == 0 or least_s <= left_s else "the time for measuring is used up"
 
     def _leniency(self, kind: str, size: int) -> float:
-        """What counts is the error of the sum over all blocks, so a kind that is a small part of it may be known less well."""
+        """Return how much less well a kind may be known that is a small part of the whole: what counts is the error of the sum."""
         part_s = self._counts.get(kind, 0) * self._expected_s(kind, size)
         whole_s = self._expected_s(WHOLE, size)
         return min(_MOST_LENIENCY, whole_s / part_s) if part_s > 0 else 1.0
@@ -303,7 +304,7 @@ def _with_halves(
 
 
 def _lack(error: Exception) -> str | None:
-    """What the device lacks, if that is what the error says; None for an error of the block itself."""
+    """Return what the device lacks, if that is what the error says; None for an error of the block itself."""
     if isinstance(error, MeasureError):
         return str(error)
     full = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)

@@ -5,7 +5,7 @@ Unlike blocks, links are measured together: every rank makes the same calls the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,12 +13,14 @@ import torch
 from heterodyne.cluster.profile import LinkSample
 from heterodyne.measure.beside import rate
 from heterodyne.measure.clock import ProcessorClock
+from heterodyne.measure.notes import words_of
 from heterodyne.measure.peers import P2P, Peers
-from heterodyne.measure.repeats import NO_TIME, sample, timed, together
+from heterodyne.measure.repeats import NO_TIME, link_sample, timed, together
+from heterodyne.measure.sampling import sample
 from heterodyne.measure.workbench import Workbench
 from heterodyne.units import format_bytes
 
-__all__ = ["measure_sends"]
+__all__ = ["measure_host_copies", "measure_sends"]
 
 SENT_BYTES = (64 * 2**10, 4 * 2**20, 64 * 2**20, 256 * 2**20)
 _TELLING = 2  # of the sizes of messages: a small one and a large one
@@ -82,7 +84,7 @@ def _sends(
                 left_out.append(f"{devices[a]} and {devices[b]} from {format_bytes(message)} on")
                 break
             seen = peers.broadcast_object(timing, a)
-            before = sample("send", (devices[a], devices[b]), message, seen, 2)
+            before = link_sample("send", (devices[a], devices[b]), message, seen, 2)
             if part and number < _TELLING:
                 runs = max(1, min(_MOST_BUSY, round(bench.sampling.sample_s / seen.seconds)))
                 busy = peers.all_gather_object(timed(peers, round_trip, runs, ProcessorClock()) / part / 2)
@@ -92,3 +94,41 @@ def _sends(
     if left_out:
         bench.say(f"transfers were not measured between {', '.join(left_out)}: {NO_TIME}")
     return tuple(samples)
+
+
+def measure_host_copies(bench: Workbench, *, budget_s: float = 10.0, most_bytes: int = 64 * 2**20) -> float:
+    """Return the seconds a byte of the slower direction; 0 on a CPU, which is its own host.
+
+    Devices of one machine share the way to its memory, so all copy at the same time. Raises MeasureError, on every rank alike, if it
+    fails on any.
+    """
+    failure: str | None = None
+    work: Callable[[], tuple[object, ...]] | None = None
+    cause: Exception | None = None
+    seconds = 0.0
+    bench.meet()
+    bench.progress("copies to the host", 1, 1)
+    try:
+        if bench.device.type != "cpu":
+            work = _there_and_back(bench, most_bytes)
+            timing = sample(work, bench.stopwatch, bench.sampling, budget_s=budget_s)
+            seconds = max(timing.laps) / most_bytes
+    except Exception as error:  # noqa: BLE001  # whatever it is, the others wait for the outcome
+        failure, work, cause = f"copies to the host cannot be measured: {words_of(error)}", None, error
+    bench.meet(work, failure=failure, cause=cause)
+    return seconds
+
+
+def _there_and_back(bench: Workbench, size_bytes: int) -> Callable[[], tuple[object, ...]]:
+    here = torch.zeros(size_bytes, dtype=torch.uint8, device=bench.device)
+    there = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
+    clock = bench.stopwatch
+
+    def work() -> tuple[object, ...]:
+        start = clock.mark()
+        there.copy_(here, non_blocking=True)
+        middle = clock.mark()
+        here.copy_(there, non_blocking=True)
+        return start, middle, clock.mark()
+
+    return work

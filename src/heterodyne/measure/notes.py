@@ -1,4 +1,4 @@
-"""What ranks have to tell people, told once however many of them tell it."""
+"""What ranks have to tell people, said once however many of them say it."""
 
 from __future__ import annotations
 

@@ -86,5 +86,5 @@ class Peers(Protocol):
     def process_group(self, ranks: Sequence[int]) -> ProcessGroup | None: ...
 
     def p2p(self) -> P2P:
-        """How training sends tensors from rank to rank. Collective."""
+        """Return how training sends tensors from rank to rank. Collective."""
         ...

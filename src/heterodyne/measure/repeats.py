@@ -10,12 +10,12 @@ from typing import TypeAlias
 
 from heterodyne.cluster.profile import LinkSample
 from heterodyne.errors import MeasureError
-from heterodyne.measure.clock import Clock, HostClock
+from heterodyne.measure.clock import HostClock, Stopwatch
 from heterodyne.measure.peers import Peers
 from heterodyne.measure.sampling import Sampling, Timing, summarise
 from heterodyne.measure.workbench import Workbench
 
-__all__ = ["NO_TIME", "Repeats", "sample", "timed", "together"]
+__all__ = ["NO_TIME", "Repeats", "link_sample", "timed", "together"]
 
 NO_TIME = "the time for measuring is used up"
 _WARM_UP = 3  # the first collectives of a group open its connections
@@ -69,8 +69,10 @@ def together(
     return summarise([(timed(peers, run, repeats.runs, clock),) for _ in range(repeats.samples)])
 
 
-def _each(peers: Peers, run: Callable[[], None], runs: int, clock: Clock, compute: Callable[[], None]) -> list[_Span]:
-    """When each run began, behind some computing, and ended; counted from the first of them where the clock is the device's."""
+def _each(
+    peers: Peers, run: Callable[[], None], runs: int, clock: Stopwatch, compute: Callable[[], None]
+) -> list[_Span]:
+    """Return when each run began, behind some computing, and ended; counted from the first of them where the clock is the device's."""
     peers.barrier()
     marks = []
     for _ in range(runs):
@@ -82,8 +84,8 @@ def _each(peers: Peers, run: Callable[[], None], runs: int, clock: Clock, comput
     return [(clock.seconds(first, start), clock.seconds(first, end)) for start, end in marks]
 
 
-def _share_a_clock(peers: Peers, clock: Clock) -> bool:
-    """Whether moments of all ranks are of one clock, that of a machine since it was started."""
+def _share_a_clock(peers: Peers, clock: Stopwatch) -> bool:
+    """Return whether moments of all ranks are of one clock, that of a machine since it was started."""
     try:
         started = _BOOT.read_text() if isinstance(clock, HostClock) else ""
     except OSError:
@@ -99,7 +101,7 @@ def _of_the_quickest(spans: Sequence[_Span]) -> float:
     return min(end - start for start, end in spans)
 
 
-def timed(peers: Peers, run: Callable[[], None], runs: int, clock: Clock) -> float:
+def timed(peers: Peers, run: Callable[[], None], runs: int, clock: Stopwatch) -> float:
     peers.barrier()
     start = clock.mark()
     for _ in range(runs):
@@ -107,7 +109,7 @@ def timed(peers: Peers, run: Callable[[], None], runs: int, clock: Clock) -> flo
     return clock.seconds(start, clock.mark()) / runs
 
 
-def sample(op: str, devices: tuple[str, ...], size: int, timing: Timing, trips: int) -> LinkSample:
+def link_sample(op: str, devices: tuple[str, ...], size: int, timing: Timing, trips: int) -> LinkSample:
     seconds = timing.seconds / trips
     if seconds <= 0:
         raise MeasureError(f"{op} of {size} bytes among {', '.join(devices)} took no time at all; the clock is wrong")

@@ -14,7 +14,7 @@ from itertools import pairwise
 from statistics import median, quantiles
 
 from heterodyne.errors import MeasureError
-from heterodyne.measure.clock import Clock, Mark
+from heterodyne.measure.clock import Mark, Stopwatch
 
 __all__ = ["Sampling", "Timing", "sample", "summarise"]
 
@@ -51,7 +51,7 @@ class Sampling:
     long_s: float = 1.2
 
     def is_enough(self, taken: list[tuple[float, ...]], section_s: float) -> bool:
-        """Whether these samples, which took ``section_s``, will do."""
+        """Return whether these samples, which took ``section_s``, will do."""
         count = len(taken)
         if count >= self.most_samples:
             return True
@@ -62,7 +62,7 @@ class Sampling:
         return (count > _FEWEST and section_s >= longest_s) or summarise(taken).error <= self.steady
 
     def needs_no_more_warm_up(self, run_s: float) -> bool:
-        """Whether work that took that long when it ran first is warm."""
+        """Return whether work that took that long when it ran first is warm."""
         return run_s >= self.long_s / 4
 
     def least_s(self, run_s: float) -> float:
@@ -90,9 +90,9 @@ class Timing:
 
 
 def sample(
-    work: Work, clock: Clock, sampling: Sampling, *, budget_s: float = float("inf"), run_s: float = 0.0
+    work: Work, clock: Stopwatch, sampling: Sampling, *, budget_s: float = float("inf"), run_s: float = 0.0
 ) -> Timing:
-    """Time ``work``, which runs once and returns its marks: n + 1 marks bound n laps; what lies outside them is not counted.
+    """Time ``work``, which runs once and returns its marks: n + 1 marks bound n laps; what is outside them is not counted.
 
     Stops early when ``budget_s`` is used up, but never before there is one whole sample. ``run_s``: seconds that the work took
     when it ran before this, 0 if it did not.
@@ -125,7 +125,7 @@ def summarise(samples: list[tuple[float, ...]]) -> Timing:
     return Timing(laps=laps, spread=spread, samples=len(samples))
 
 
-def _one_sample(work: Work, clock: Clock, span_s: float, run_s: float) -> tuple[list[float], int, float]:
+def _one_sample(work: Work, clock: Stopwatch, span_s: float, run_s: float) -> tuple[list[float], int, float]:
     """Runs that span ``span_s`` together: the sum of each lap, how many runs, and all their seconds.
 
     As many runs as are expected to do are started before the clock is read, so that an accelerator is not stopped between them.
@@ -145,7 +145,7 @@ def _one_sample(work: Work, clock: Clock, span_s: float, run_s: float) -> tuple[
     return laps, runs, total
 
 
-def _laps(runs: list[tuple[Mark, ...]], clock: Clock) -> list[float]:
+def _laps(runs: list[tuple[Mark, ...]], clock: Stopwatch) -> list[float]:
     """The sum of each lap over several runs."""
     seconds = [[clock.seconds(a, b) for a, b in pairwise(marks)] for marks in runs]
     return [sum(lap) for lap in zip(*seconds, strict=True)]

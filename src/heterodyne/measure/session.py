@@ -18,17 +18,14 @@ from heterodyne.errors import MeasureError
 from heterodyne.graph.ir import Block, ModelGraph
 from heterodyne.measure.block_run import BlockProgram, Halves, Precision, Surroundings
 from heterodyne.measure.cache import Cache, profile_key
-from heterodyne.measure.clock import Clock
-from heterodyne.measure.collectives import MESSAGE_BYTES, measure_all_reduce, measure_overlap
-from heterodyne.measure.confirm import changes
-from heterodyne.measure.exchanges import measure_exchanges
-from heterodyne.measure.host_copies import measure_host_copies
+from heterodyne.measure.clock import Stopwatch
+from heterodyne.measure.collectives import MESSAGE_BYTES, measure_all_reduce, measure_exchanges, measure_overlap
+from heterodyne.measure.confirm import Cores, busy, changes, taken_by_others
 from heterodyne.measure.host_memory import host_context_bytes
 from heterodyne.measure.kernels import measure_blocks
-from heterodyne.measure.links import measure_sends
+from heterodyne.measure.links import measure_host_copies, measure_sends
 from heterodyne.measure.notes import told_once
 from heterodyne.measure.optimizer_step import measure_optimizer
-from heterodyne.measure.others import Cores, busy, taken_by_others
 from heterodyne.measure.peers import Peers, ProcessGroup
 from heterodyne.measure.sampling import Sampling
 from heterodyne.measure.step_overhead import LoneSteps, measure_step_overhead
@@ -107,14 +104,14 @@ def measure(
     refresh: bool = False,
     say: Callable[[str], None] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-    clock: Clock | None = None,
+    clock: Stopwatch | None = None,
     now: Callable[[], float] = time.monotonic,
     cores: Callable[[], Cores] = Cores.now,
 ) -> Profile:
     """The profile of a model on a cluster, the same on every rank.
 
     Collective: every rank calls it with the same request. A profile that rank 0 has in its cache is confirmed by timing one
-    block on every device and one collective again; if they differ, everything is measured anew, and that is said.
+    block on every device and one collective again; if they differ, everything is measured again, and that is said.
 
     Args:
         cache: None: nothing is kept, nothing is read.
@@ -152,7 +149,7 @@ class _Session:
         peers: Peers,
         say: Callable[[str], None] | None,
         progress: Callable[[str, int, int], None] | None,
-        clock: Clock | None,
+        clock: Stopwatch | None,
         now: Callable[[], float],
         cores: Callable[[], Cores],
     ) -> None:
@@ -299,12 +296,14 @@ class _Session:
         return Profile(key=key, devices=devices, links=links, kinds=self._request.graph.kind_names)
 
     def _occupied_bytes(self) -> int:
-        """Of the memory that this rank's device computes in, what the process has taken: nothing that is seen, of an accelerator's."""
+        """Return how much the process has taken of the memory that this rank's device computes in: nothing that is seen, of an
+        accelerator's.
+        """
         return host_context_bytes() if self._request.device.type == "cpu" else 0
 
     def _left_bytes(self, own: Device) -> int:
-        """Of a device's memory beside what the process occupies; all of it where that is more: no limit is in force then, and what the
-        device lacks is told of plans.
+        """Return a device's memory beside what the process occupies; all of it where that is more: no limit is in force then, and what the
+        device lacks is said of plans.
         """
         left = own.memory_bytes - self._occupied_bytes()
         return left if left > 0 else own.memory_bytes
@@ -336,7 +335,9 @@ class _Session:
         return math.inf if samples is None or rate == 0 else max(_LEAST_S, _PART * samples / rate)
 
     def _overhead(self, optimizer_s_per_byte: float) -> float:
-        """Of no device, if some rank has no weights to train with: alike devices would differ by where the weights are."""
+        """Measure the overhead of no device, if some rank has no weights to train with: alike devices would differ by where the weights
+        are.
+        """
         request, own = self._request, self._request.cluster.devices[self._peers.rank]
         if not all(self._peers.all_gather_object(request.lone_steps is not None)):
             return 0.0

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Final, TypeAlias
 
 from heterodyne.measure.block_run import BlockProgram
-from heterodyne.measure.clock import Clock, HostClock, Mark, ProcessorClock
+from heterodyne.measure.clock import HostClock, Mark, ProcessorClock, Stopwatch
 from heterodyne.measure.notes import words_of
 from heterodyne.measure.sampling import sample
 from heterodyne.measure.workbench import Workbench
@@ -51,7 +51,7 @@ def measure_step_overhead(
             with steps(size) as train:
                 run = bench.run_of(program, size)
                 own = bench.stopwatch
-                clock: Clock = ProcessorClock() if isinstance(own, HostClock) else own
+                clock: Stopwatch = ProcessorClock() if isinstance(own, HostClock) else own
                 paces: list[float] = []
 
                 def both() -> tuple[Mark, ...]:

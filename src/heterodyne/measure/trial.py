@@ -19,13 +19,13 @@ from heterodyne.measure.block_run import BlockProgram, BlockRun
 from heterodyne.measure.notes import words_of
 from heterodyne.measure.workbench import Workbench
 
-__all__ = ["Part", "Work", "try_share"]
+__all__ = ["TrialPart", "Work", "try_share"]
 
 _LEAST_S = 2.0
 _MOST_SAMPLES = 5
 
 
-class Part(BlockProgram, Protocol):
+class TrialPart(BlockProgram, Protocol):
     """A part of the model, or all of it, whose inputs can be had without its weights."""
 
     def inputs_of(self, batch: int, device: torch.device) -> Sequence[object]:
@@ -33,7 +33,7 @@ class Part(BlockProgram, Protocol):
         ...
 
 
-Work = Sequence[tuple[Part, Sequence[int]]]
+Work = Sequence[tuple[TrialPart, Sequence[int]]]
 """Parts of the model (the whole, or stages of it), each with its micro-batches."""
 
 
@@ -41,7 +41,7 @@ Work = Sequence[tuple[Part, Sequence[int]]]
 class _Built:
     """The same weights at every size: one copy of a part is in memory, however many sizes its share has."""
 
-    part: Part
+    part: TrialPart
     module: nn.Module
 
     def instantiate(self, batch: int, device: torch.device, *, seed: int = 0) -> tuple[nn.Module, Sequence[object]]:
@@ -81,8 +81,8 @@ def try_share(work: Work, bench: Workbench) -> float:
     return seconds
 
 
-def _runs_of(part: Part, micro_batches: Sequence[int], bench: Workbench) -> list[BlockRun]:
-    """What to run, in order, all on one module. It has run once, so that its gradients exist."""
+def _runs_of(part: TrialPart, micro_batches: Sequence[int], bench: Workbench) -> list[BlockRun]:
+    """Return what to run, in order, all on one module. It has run once, so that its gradients exist."""
     module, _ = part.instantiate(micro_batches[0], bench.device)
     built = _Built(part, module)
     of_size = {size: bench.run_of(built, size) for size in sorted(set(micro_batches))}

@@ -69,7 +69,7 @@ class WholeModel:
 
 
 def resident_bytes(model: nn.Module) -> int:
-    """Of the parameters and buffers of a model in the memory of this process, each memory once."""
+    """Return the bytes of the parameters and buffers of a model in the memory of this process, each memory once."""
     stored = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cpu"]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in stored}.values())
 

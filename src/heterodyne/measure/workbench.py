@@ -18,7 +18,7 @@ from torch import nn
 from heterodyne.cluster.profile import WHOLE
 from heterodyne.errors import MeasureError
 from heterodyne.measure.block_run import BlockProgram, BlockRun, Halves, Precision, Surroundings
-from heterodyne.measure.clock import Clock, Mark, clock_of
+from heterodyne.measure.clock import Mark, Stopwatch, clock_of
 from heterodyne.measure.notes import told_once
 from heterodyne.measure.sampling import Sampling, Timing, sample
 
@@ -65,7 +65,7 @@ class Workbench:
     device: torch.device
     precision: Precision = "fp32"
     sampling: Sampling = field(default_factory=Sampling)
-    clock: Clock | None = None
+    clock: Stopwatch | None = None
     now: Callable[[], float] = time.monotonic
     gather: Callable[[Word], Sequence[Word]] = _alone
     devices: Sequence[str] = ("this device",)
@@ -78,11 +78,11 @@ class Workbench:
     around: Surroundings | None = None
 
     @property
-    def stopwatch(self) -> Clock:
+    def stopwatch(self) -> Stopwatch:
         return self.clock or clock_of(self.device)
 
     def name_of(self, kind: str) -> str:
-        """What people call a kind of block."""
+        """Return what people call a kind of block."""
         return "the whole model" if kind == WHOLE else self.names.get(kind, kind)
 
     def run_of(self, program: BlockProgram, size: int) -> BlockRun:
@@ -133,7 +133,7 @@ class Workbench:
             raise MeasureError("; ".join(failures)) from cause
 
     def any_of(self, mine: bool, beside: Callable[[], object] | None = None) -> bool:
-        """Whether it is so on any rank; the same answer on every rank, which compute ``beside`` until the last one comes."""
+        """Return whether it is so on any rank; the same answer on every rank, which compute ``beside`` until the last one comes."""
         word = "yes" if mine else None
         words = self.gather(word) if beside is None else self._gathered(word, beside)
         return any(word is not None for word in words)

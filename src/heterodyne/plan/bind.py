@@ -133,7 +133,7 @@ class _Free:
                 node.size += 1
 
     def take(self, group: Group) -> tuple[str, ...]:
-        """Of the first node that has as many left, or the first whole nodes that have as many together. Raises PlanError."""
+        """Take devices of the first node that has as many left, or the first whole nodes that have as many together. Raises PlanError."""
         nodes = self._of(group)
         whole: list[_Node] = []
         for node in nodes:

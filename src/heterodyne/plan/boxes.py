@@ -36,7 +36,7 @@ def numel(box: Box, shape: Sequence[int]) -> int:
 
 
 def covers(outer: Box, inner: Box, shape: Sequence[int]) -> bool:
-    """Whether all of ``inner`` lies in ``outer``."""
+    """Return whether all of ``inner`` is in ``outer``."""
     within = {cut.dim: cut for cut in inner}
     for cut in outer:
         first, stop = (within[cut.dim].first, within[cut.dim].stop) if cut.dim in within else (0, shape[cut.dim])
@@ -46,7 +46,7 @@ def covers(outer: Box, inner: Box, shape: Sequence[int]) -> bool:
 
 
 def inside(outer: Box, inner: Box) -> Box:
-    """``inner``, which lies in ``outer``, counted from where that begins; without the dims that it spans there."""
+    """``inner``, which is in ``outer``, counted from where that begins; without the dims that it spans there."""
     begins = {cut.dim: cut for cut in outer}
     found = []
     for cut in inner:

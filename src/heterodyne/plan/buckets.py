@@ -12,21 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 from heterodyne.errors import PlanError
 from heterodyne.graph.cut import computed_again
 from heterodyne.graph.ir import ModelGraph, Parameter, dtype_bytes
 from heterodyne.graph.sharding import Sharding
-from heterodyne.graph.views import parameters_seen_through
+from heterodyne.graph.size import ZERO
 from heterodyne.plan.boxes import Box, Slice, numel, refined
 from heterodyne.plan.plan import Pipeline, Plan, Stage
 from heterodyne.plan.sharded_stage import shard_stage
 
 __all__ = [
     "Bucket",
+    "BucketPart",
     "Holdings",
-    "Part",
     "gradient_buckets",
     "holdings_of",
     "room_bytes",
@@ -41,7 +42,8 @@ _MOST_HALF_BYTES = 2**21
 
 
 def room_bytes(largest: int, places: int) -> int:
-    """Of the memory, in two halves, that a CPU worker lends its neighbours on one machine to exchange ranges of up to ``largest`` bytes in.
+    """Return the bytes of the memory, in two halves, that a CPU worker lends its neighbours on one machine to exchange ranges of up to
+    ``largest`` bytes in.
 
     Longer ones go in more pieces; each of the ``places`` has 64 bytes in a half at least.
     """
@@ -49,7 +51,7 @@ def room_bytes(largest: int, places: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class BucketPart:
     """A parameter, or the box of it that the same devices hold. ``box``: see `heterodyne.plan.boxes`."""
 
     name: str
@@ -61,7 +63,7 @@ class Bucket:
     """``owners``: the devices whose gradients are summed, in the order of the plan. ``blocks``: those that read any of the parameters."""
 
     index: int
-    parts: tuple[Part, ...]
+    parts: tuple[BucketPart, ...]
     bytes: int
     blocks: tuple[int, ...]
     owners: tuple[str, ...] = ()
@@ -85,7 +87,7 @@ Holdings: TypeAlias = Mapping[str, Mapping[str, Box]]
 
 
 def holdings_of(plan: Plan, graph: ModelGraph) -> Holdings:
-    """Who holds what. What no op reads, every device holds.
+    """Return who holds what. What no op reads, every device holds.
 
     Raises PlanError where stages on the same devices would cut the same parameter in different ways.
     """
@@ -113,7 +115,7 @@ def holdings_of(plan: Plan, graph: ModelGraph) -> Holdings:
 
 
 def _boxes(sharding: Sharding | None, name: str, stage: Stage) -> Sequence[Box]:
-    """Of each device: each row has all of it."""
+    """Return the box of each device: each row has all of it."""
     if sharding is None:
         return [()] * len(stage.devices)
     return [tuple(Slice(*cut) for cut in box) for box in sharding.boxes(name)] * len(stage.rows)
@@ -130,8 +132,10 @@ def _read_again(graph: ModelGraph) -> dict[str, frozenset[str]]:
 
 
 def stages_reading(pipeline: Pipeline, graph: ModelGraph) -> tuple[frozenset[str], ...]:
-    """Of each stage the names of the parameters that its ops read, as they are or through views that an earlier stage has made."""
-    seen = parameters_seen_through(graph)
+    """Return, for each stage, the names of the parameters that its ops read, as they are or through views that an earlier stage has
+    made.
+    """
+    seen = _parameters_seen_through(graph)
     found = []
     for stage in pipeline.stages:
         ops = graph.ops[stage.ops[0] : stage.ops[1]]
@@ -162,13 +166,13 @@ def gradient_buckets(
     trainable = [p for p in graph.parameters if p.trainable]
     ordered = sorted(trainable, key=lambda p: first_use.get(p.name, -1), reverse=True)
 
-    groups: list[tuple[tuple[str, ...], list[Part]]] = []
-    open_groups: dict[Hashable, list[Part]] = {}
+    groups: list[tuple[tuple[str, ...], list[BucketPart]]] = []
+    open_groups: dict[Hashable, list[BucketPart]] = {}
     filled: dict[Hashable, int] = {}
-    bytes_of: dict[Part, int] = {}
+    bytes_of: dict[BucketPart, int] = {}
     for parameter in ordered:
         for box, of in _parts(parameter, holdings):
-            part = Part(name=parameter.name, box=box)
+            part = BucketPart(name=parameter.name, box=box)
             bytes_of[part] = numel(box, parameter.shape) * dtype_bytes(parameter.dtype)
             key = (of, parameter.dtype, readers.get(parameter.name))
             group = open_groups.get(key)
@@ -196,3 +200,22 @@ def _parts(parameter: Parameter, holdings: Holdings | None) -> Sequence[tuple[Bo
     if holdings is None:
         return [((), ())]
     return refined(holdings[parameter.name], parameter.shape)
+
+
+@lru_cache(maxsize=16)
+def _parameters_seen_through(graph: ModelGraph) -> Mapping[str, frozenset[str]]:
+    """For each op whose results may be in the memory of parameters, which these are.
+
+    That is what moves no bytes, and what is made of parameters alone: whether ``reshape`` or ``contiguous`` copies depends on how a
+    parameter is laid out in memory, which its capture need not know. One too many is gathered once too often, and no more.
+    """
+    parameters = {parameter.name for parameter in graph.parameters}
+    found: dict[str, frozenset[str]] = {}
+    for op in graph.ops:
+        through = [found[name] for name in op.inputs if name in found]
+        own = parameters.intersection(op.parameters)
+        moves_nothing = op.bytes_read == op.bytes_written == ZERO
+        alone = len(through) == len(op.inputs) or op.kind.endswith("_as")
+        if (own or through) and (moves_nothing or alone):
+            found[op.name] = frozenset(own.union(*through))
+    return found

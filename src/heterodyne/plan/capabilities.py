@@ -219,7 +219,7 @@ TRAITS: tuple[Trait, ...] = (
 
 
 def runs_at_all(feature: Feature) -> bool:
-    """Whether a plan may use it for some model."""
+    """Return whether a plan may use it for some model."""
     return feature not in TRAITS[0].refuses
 
 
@@ -240,20 +240,20 @@ class Capabilities:
         return next((t for t in TRAITS if not t.refuses.isdisjoint(features) and t.why(self) is not None), None)
 
     def why_not(self, feature: Feature) -> str | None:
-        """Why a plan may not use it, as a clause; None if it may."""
+        """Return why a plan may not use it, as a clause; None if it may."""
         trait = self.refusing(feature)
         return None if trait is None else trait.why(self)
 
     def allow(self, *features: Feature) -> bool:
-        """Whether a plan may use all of them."""
+        """Return whether a plan may use all of them."""
         return self.refusing(*features) is None
 
     def cuts(self, strategy: Strategy) -> bool:
-        """Whether plans of a strategy may cut the model."""
+        """Return whether plans of a strategy may cut the model."""
         return any(self.allow(feature) for feature in CUTTING.values()) if strategy == "auto" else strategy in CUTTING
 
     def faults(self, plan: Plan) -> list[str]:
-        """What the plan uses and may not, as sentences."""
+        """Return what the plan uses and may not, as sentences."""
         return [
             f"{use.where} {use.how}, and {why}: {FEATURES[use.feature].remedy}"
             for use in uses(plan)
@@ -367,7 +367,7 @@ def _without_samples(pipeline: Pipeline, stage: Stage) -> list[str]:
 
 
 def has_shares(stage: Stage) -> bool:
-    """Whether the shares of a stage can be asked for; if not, `plan.check` says what is wrong with it."""
+    """Return whether the shares of a stage can be asked for; if not, `plan.check` says what is wrong with it."""
     return any(
         region.task_graph == "*"
         and count_of(region.layout.axes) == len(stage.devices)

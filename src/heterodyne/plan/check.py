@@ -11,8 +11,7 @@ from heterodyne.errors import PlanError
 from heterodyne.graph.cut import crossings, mixing_samples
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.capabilities import Capabilities, has_shares
-from heterodyne.plan.check_mesh import faults_of_mesh
-from heterodyne.plan.check_state import faults_of_state, faults_of_state_shards
+from heterodyne.plan.check_state import faults_of_mesh, faults_of_state, faults_of_state_shards
 from heterodyne.plan.kept import kept_ops, unknown, why_not_kept
 from heterodyne.plan.mesh import count_of
 from heterodyne.plan.order import orders_of
@@ -42,7 +41,7 @@ def require_valid(plan: Plan, graph: ModelGraph, cluster: Cluster, able: Capabil
 def _checked(
     plan: Plan, graph: ModelGraph, cluster: Cluster, able: Capabilities
 ) -> tuple[tuple[str, ...], PlannedWeights | None]:
-    """Every violation, and who holds which weights, which can only be told of a plan that keeps all other rules."""
+    """Every violation, and who holds which weights, which can only be said of a plan that keeps all other rules."""
     refused = able.faults(plan)
     broken = (
         *_of_identity(plan, graph, cluster),
@@ -177,7 +176,7 @@ def _of_cuts(pipeline: Pipeline, graph: ModelGraph) -> list[str]:
 
 
 def _of_borders(pipeline: Pipeline, graph: ModelGraph) -> list[str]:
-    """What crosses between places of which one has several devices is cut by samples: they lie in order in one of its dims."""
+    """Return the faults of what crosses between places of which one has several devices: its samples must be in order in a dim."""
     if all(len(devices) == 1 for devices in pipeline.places):
         return []
     home, stages = pipeline.place_of_stage, pipeline.stages
@@ -196,7 +195,7 @@ def _of_borders(pipeline: Pipeline, graph: ModelGraph) -> list[str]:
 
 
 def _of_parts(pipeline: Pipeline, index: int, graph: ModelGraph) -> list[str]:
-    """Of a sharded stage: what somebody has asked to be cut can be cut that wide."""
+    """Return the faults of a sharded stage, of which parts that were asked for cannot be cut that wide."""
     stage = pipeline.stages[index]
     try:
         sharding = shard_stage(graph, pipeline, index)
@@ -271,7 +270,7 @@ def _of_recompute(stage: Stage, graph: ModelGraph) -> list[str]:
 
 
 def _of_keep(stage: Stage, graph: ModelGraph) -> list[str]:
-    """What is kept of blocks that are computed again."""
+    """Return what is kept of blocks that are computed again."""
     if stage.keep and not stage.recompute:
         return ["has 'keep', and recomputes nothing: everything is kept; leave it out, or name blocks in 'recompute'"]
     blocks = [graph.blocks[index] for index in stage.recompute]

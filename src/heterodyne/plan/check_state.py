@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from heterodyne.plan.plan import Plan
+from heterodyne.plan.plan import Plan, Stage
 from heterodyne.plan.weights import PlannedWeights
 
-__all__ = ["faults_of_state", "faults_of_state_shards"]
+__all__ = ["faults_of_mesh", "faults_of_state", "faults_of_state_shards"]
 
 
 def faults_of_state(plan: Plan) -> Iterator[str]:
-    """What is wrong with ``state_shares``, stage by stage."""
+    """Yield what is wrong with ``state_shares``, stage by stage."""
     for number, pipeline in enumerate(plan.pipelines):
         for index, stage in enumerate(pipeline.stages):
             where = f"pipeline {number}, stage {index}"
@@ -41,7 +41,7 @@ def _faults_of_unlike_shares(plan: Plan) -> Iterator[str]:
 
 
 def faults_of_state_shards(plan: Plan, weights: PlannedWeights) -> Iterator[str]:
-    """What cannot be sharded, of a plan that keeps all other rules."""
+    """Yield what cannot be sharded, of a plan that keeps all other rules."""
     if not plan.zero:
         return
     holdings, buckets = weights.holdings, weights.buckets
@@ -57,3 +57,19 @@ def faults_of_state_shards(plan: Plan, weights: PlannedWeights) -> Iterator[str]
             f"its pipelines cut {cut[0]!r} in different ways, so that its state cannot be sharded over them: cut them alike, or leave "
             "'zero' out"
         )
+
+
+def faults_of_mesh(stage: Stage) -> list[str]:
+    """Each rule that the axes of a stage break, as the end of a sentence about it."""
+    layouts = [region.layout for region in stage.regions]
+    if not any(layout.inner for layout in layouts):
+        return []
+    shown = ", ".join(f"{region.task_graph!r} {region.layout}" for region in stage.regions)
+    if len({layout.sizes for layout in layouts}) > 1:
+        return [f"has regions on different meshes ({shown}): write each with the same axes, as many members in each"]
+    outer = stage.batch_axes
+    if len({tuple(axis.shares for axis in layout.axes[:outer]) for layout in layouts}) > 1:
+        return [
+            f"shares samples over its rows in different ways ({shown}): give the outermost axes the same shares in all regions"
+        ]
+    return []

@@ -11,7 +11,7 @@ __all__ = ["differences"]
 
 def differences(before: Plan, after: Plan) -> tuple[str, ...]:
     """One line a difference that changes what runs; none for plans that run alike. Predictions and reasons are not compared,
-    except that a new predicted step time is told if anything else differs."""
+    except that a new predicted step time is named if anything else differs."""
     lines = [
         f"{what}: {old} -> {new}"
         for what, old, new in (

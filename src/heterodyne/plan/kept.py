@@ -38,7 +38,7 @@ def kept_ops(graph: ModelGraph, block: Block, keep: Sequence[str]) -> tuple[Op, 
 
 
 def why_not_kept(graph: ModelGraph, op: Op) -> str | None:
-    """Why an op has to be run again, as a clause; None if it need not."""
+    """Return why an op has to be run again, as a clause; None if it need not."""
     if op.name in graph.random:
         return "draws random numbers, which have to be drawn again"
     if op.name in graph.batch_statistics:

@@ -2,7 +2,7 @@
 
 A schedule says what the devices of each place compute, and in which order. Lowering adds what follows from it: before a stage
 runs it receives what other places send, behind it it sends what others read; forward activations, backward gradients. Activations that
-wait on the host leave and come back between the passes (see `heterodyne.plan.offloading`). Then the
+wait on the host leave and come back between the passes (see `with_offload`). Then the
 gradient buckets, in the order in which the backward completes them, each between the devices that own its parameters; where these shard
 its state, each sums and updates its own range, and the new weights are gathered in the order in which the forward reads them; or, where
 parameters are sharded too, before the passes that read them (see `heterodyne.plan.unsharding`).
@@ -11,7 +11,7 @@ A pipeline without a share runs no micro-batch, but takes part in every reductio
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from heterodyne.cluster.spec import Cluster
@@ -19,7 +19,6 @@ from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.check import require_valid
-from heterodyne.plan.offloading import with_offload
 from heterodyne.plan.order import orders_of
 from heterodyne.plan.placement import Placement
 from heterodyne.plan.plan import Plan
@@ -30,7 +29,7 @@ from heterodyne.plan.unsharding import Passes, with_unsharding
 from heterodyne.plan.verify import require_runnable
 from heterodyne.plan.weights import PlannedWeights
 
-__all__ = ["Lowered", "lower", "lower_again"]
+__all__ = ["Lowered", "lower", "lower_again", "with_offload"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +116,7 @@ def _lowered(
 
 
 def _passes(plan: Plan, cluster: Cluster, specs: Sequence[RankSpec | None]) -> tuple[tuple[Action, ...], ...]:
-    """Of each rank what it computes, receives and sends."""
+    """Return what each rank computes, receives and sends."""
     ranks: list[tuple[Action, ...]] = [()] * len(cluster.devices)
     for pipeline in plan.pipelines:
         for devices, order in zip(pipeline.places, orders_of(plan.schedule, pipeline), strict=True):
@@ -158,7 +157,7 @@ def _update(buckets: Iterable[int], *, clip: bool, zero: int) -> Iterator[Action
 
 
 def _with_traffic(order: Iterable[Action], traffic: Traffic) -> Iterator[Action]:
-    """What has to come before and what can leave behind each action."""
+    """Yield what has to come before and what can leave behind each action."""
     for action in order:
         stage, index = action.stage, action.index
         if action.kind == "F" and stage in traffic.receives:
@@ -170,3 +169,29 @@ def _with_traffic(order: Iterable[Action], traffic: Traffic) -> Iterator[Action]
             yield Action(stage, "SEND_F", index)
         if action.kind in ("B", "I") and stage in traffic.gives_back:
             yield Action(stage, "SEND_B", index)
+
+
+# When activations that wait in the memory of the host have left the device, and when they begin to come back.
+#
+# They begin to leave inside of the forward, block by block. What is still on its way behind it has the next pass of the rank to leave in;
+# unless that is its own backward, which takes what is still there as it is. Of what comes back a backward asks for one block ahead of the
+# other, which needs least room; or all of a micro-batch begins to come so many passes before it, or where it would wait for its gradients.
+def with_offload(order: Sequence[Action], hosted: Mapping[int, int | None]) -> Iterator[Action]:
+    """The passes of a place with OFFLOAD and RELOAD. ``hosted``: of each stage that keeps something on the host, how many passes ahead of
+    its backwards it begins to come back; None: inside of them."""
+    forward = {(a.stage, a.index): at for at, a in enumerate(order) if a.kind == "F" and a.stage in hosted}
+    before: dict[int, list[Action]] = {}
+    behind: dict[int, list[Action]] = {}
+    for at, action in enumerate(order):
+        of = action.stage, action.index
+        if action.kind not in ("B", "I") or of not in forward or at <= forward[of] + 1:
+            continue
+        left = forward[of] + 1
+        behind.setdefault(left, []).append(Action(action.stage, "OFFLOAD", action.index))
+        ahead = hosted[action.stage]
+        if ahead is not None:
+            before.setdefault(max(left + 1, at - ahead), []).append(Action(action.stage, "RELOAD", action.index))
+    for at, action in enumerate(order):
+        yield from before.get(at, ())
+        yield action
+        yield from behind.get(at, ())

@@ -1,4 +1,4 @@
-"""How a TaskGraph lies on the devices of its stage: a mesh of axes, with a share for each member of each axis.
+"""How a TaskGraph is laid out on the devices of its stage: a mesh of axes, with a share for each member of each axis.
 
 The devices of a stage fill its mesh in row-major order: of a 2 x 3 mesh the first three devices are the first member of the outer axis.
 Axes along which everything is replicated (data parallelism) come first. Their members are *rows*: each takes samples of its own, and
@@ -42,7 +42,8 @@ class Axis(PlanPart):
 
 
 class Layout(Axis):
-    """How a TaskGraph lies on the devices of its stage: along one axis, or along the outermost one and those ``inner`` to it, in order.
+    """How a TaskGraph is laid out on the devices of its stage: along one axis, or along the outermost one and those ``inner`` to it, in
+    order.
 
     The product of the numbers of members is the number of devices.
     """

@@ -15,14 +15,15 @@ values."""
 
 
 def values_an_element(optimizer: OptimizerName, momentum: float) -> float:
-    """What the optimizer keeps for each element of large parameters, in fp32 values."""
+    """Return what the optimizer keeps for each element of large parameters, in fp32 values."""
     quantized = 2 * (_CODE + 1 / _BLOCK)
     return {"adamw": 2, "adamw8bit": quantized, "sgd": int(momentum > 0), "adafactor": 0}[optimizer]
 
 
 def state_values(optimizer: OptimizerName, momentum: float, shape: Sequence[int]) -> float:
-    """Of one parameter of that shape, in fp32 values, with what does not follow its elements: of Adafactor a row and a column for each
-    matrix, or all elements of a vector; of 8 bits two tables of what a code stands for, or fp32 values where torchao does not quantize.
+    """Return the state of one parameter of that shape, in fp32 values, with what does not follow its elements: of Adafactor a row and a
+    column for each matrix, or all elements of a vector; of 8 bits two tables of what a code stands for, or fp32 values where torchao does
+    not quantize.
     """
     if optimizer == "adamw8bit":
         blocks = prod(shape) >= _LEAST_QUANTIZED and prod(shape) % _BLOCK == 0
@@ -33,5 +34,7 @@ def state_values(optimizer: OptimizerName, momentum: float, shape: Sequence[int]
 
 
 def host_values(optimizer: OptimizerName, momentum: float, shape: Sequence[int]) -> float:
-    """Of a parameter that is updated on the host, in values of the width of its state: itself, its gradient, and its state."""
+    """Return what the host holds of a parameter that is updated there, in values of the width of its state: itself, its gradient, and its
+    state.
+    """
     return 2 * prod(shape) + state_values(optimizer, momentum, shape)

@@ -38,7 +38,7 @@ def orders_of(schedule: str, pipeline: Pipeline) -> Orders:
 
 
 def _own_orders(pipeline: Pipeline) -> Orders:
-    """What a pipeline says itself: a line for each place, of the stages that are on it."""
+    """Return what a pipeline says itself: a line for each place, of the stages that are on it."""
     try:
         orders = tuple(tuple(map(Action.parse, line.split())) for line in pipeline.order)
     except ValueError as error:

@@ -42,7 +42,7 @@ class RankRole:
 
     @property
     def answers(self) -> bool:
-        """Whether it tells what the samples of its last stage count, which the other devices of its row would tell again."""
+        """Return whether it tells what the samples of its last stage count, which the other devices of its row would tell again."""
         return not (self.last and self.position % len(self.held[-1].rows[0]))
 
     @property

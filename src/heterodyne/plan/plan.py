@@ -59,7 +59,7 @@ class Region(PlanPart):
 
 
 class Exchange(PlanPart):
-    """What exchanging is worth beside computing on a stage's devices: what decides how its tensors lie (`graph.sharding.Price`).
+    """The price of communication on a stage's devices, in computation: it decides how tensors are laid out (`graph.sharding.Price`).
 
     ``latency_bytes``: bytes that could be sent while a collective begins; ``flops_per_byte``: operations that the devices do
     together while a byte is sent.
@@ -129,12 +129,12 @@ class Stage(PlanPart):
 
     @property
     def sharded(self) -> bool:
-        """Whether devices hold parts of the same tensors, and not just samples of their own."""
+        """Return whether devices hold parts of the same tensors, and not just samples of their own."""
         return self._row_width > 1
 
     @property
     def layout(self) -> Layout:
-        """Of everything without annotation."""
+        """The layout of everything without annotation."""
         return next(region.layout for region in self.regions if region.task_graph == "*")
 
     @property
@@ -144,7 +144,7 @@ class Stage(PlanPart):
 
     @property
     def batch_axes(self) -> int:
-        """How many of the outermost axes replicate every region: their members take samples of their own."""
+        """Return how many of the outermost axes replicate every region: their members take samples of their own."""
         of_each = zip(*(region.layout.axes for region in self.regions), strict=False)
         return len(list(takewhile(lambda axes: all(axis.kind == "replicate" for axis in axes), of_each)))
 
@@ -277,13 +277,13 @@ class Plan(PlanPart):
 
     @property
     def device_count(self) -> int:
-        """How many devices take part, whether they are named or not."""
+        """Return how many devices take part, whether they are named or not."""
         asked = (p.replicas * home.group.devices for p in self.pipelines for home, *_ in p.groups if home.group)
         return len(self.devices) + sum(asked)
 
     @property
     def bound(self) -> bool:
-        """Whether its devices and ops are known. Nothing else runs."""
+        """Return whether its devices and ops are known. Nothing else runs."""
         return all(
             p.replicas == 1 and all(s.group is None and s.blocks is None for s in p.stages) for p in self.pipelines
         )

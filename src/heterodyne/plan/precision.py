@@ -17,7 +17,7 @@ Precisions: TypeAlias = Precision | dict[str, Precision]
 
 
 def of_kind(backend: str, *, bf16_units: bool) -> Precision:
-    """What ``auto`` is: bf16 where there are units for it, else fp16 with a scaled loss; fp32 on CPUs, which gain nothing by 16 bits
+    """Return what ``auto`` is: bf16 where there are units for it, else fp16 with a scaled loss; fp32 on CPUs, which gain nothing by 16 bits
     unless they are of the newest.
     """
     if backend == "cpu":
@@ -26,12 +26,12 @@ def of_kind(backend: str, *, bf16_units: bool) -> Precision:
 
 
 def precision_of(precisions: Precision | Mapping[str, Precision], kind: str) -> Precision:
-    """Of a kind of device; one that is not named computes in fp32."""
+    """Return the precision of a kind of device; one that is not named computes in fp32."""
     return precisions if isinstance(precisions, str) else precisions.get(kind, "fp32")
 
 
 def together(of_each: Iterable[Precision]) -> Precision:
-    """Of devices that hold parts of one stage."""
+    """Return the precision of devices that hold parts of one stage."""
     found = set(of_each)
     return found.pop() if len(found) == 1 else "fp32"
 

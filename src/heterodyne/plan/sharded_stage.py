@@ -1,7 +1,7 @@
-"""How the tensors of a stage lie on its devices, worked out from the plan.
+"""How the tensors of a stage are laid out on its devices, worked out from the plan.
 
-The plan says for each TaskGraph how it lies (`Region`). Which weights are cut where, and what is exchanged, follows from that and from
-the graph alone, so all ranks and the planner find the same.
+The plan says for each TaskGraph how it is laid out (`Region`). Which weights are cut where, and what is exchanged, follows from that and
+from the graph alone, so all ranks and the planner find the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Fixed = dict[tuple[Ref, Layout], Size]
 
 
 def shard_stage(graph: ModelGraph, pipeline: Pipeline, number: int) -> Sharding | None:
-    """How stage ``number`` of a pipeline lies on the devices of each of its rows; None where these only share the samples.
+    """Return how stage ``number`` of a pipeline is laid out on the devices of each of its rows; None where these only share the samples.
 
     Raises PlanError for tensors at its borders out of which no samples can be cut.
     """
@@ -48,7 +48,7 @@ def _solved(graph: ModelGraph, stage: Stage, starts: tuple[int, ...], number: in
 def problem_of(
     graph: ModelGraph, stage: Stage, starts: tuple[int, ...], number: int, samples: int
 ) -> tuple[Problem, tuple[tuple[int, ...], ...], Fixed]:
-    """What has to be solved for a stage along its one axis, the lists of shares, and the units that its neighbours have fixed."""
+    """Return what has to be solved for a stage along its one axis, the lists of shares, and the units that its neighbours have fixed."""
     regions = sorted(stage.regions, key=lambda region: region.task_graph != "*")
     by_name = {region.task_graph: place for place, region in enumerate(regions)}
     ops = stage_ops(graph, *stage.ops)
@@ -77,7 +77,7 @@ def _along(stage: Stage, axis: int) -> Stage:
 
 
 def _most_samples(pipeline: Pipeline, number: int) -> int:
-    """Of a micro-batch on a row."""
+    """The most samples of a micro-batch on a row."""
     sizes = set(pipeline.micro_batches.sizes)
     return max((count for size in sizes for _, count in pipeline.stages[number].row_slices(size)), default=1)
 
@@ -99,7 +99,7 @@ def _price(stage: Stage) -> Price:
 
 
 def _borders(graph: ModelGraph, starts: Sequence[int], number: int) -> tuple[dict[Ref, Layout], dict[Ref, Layout]]:
-    """What the stage receives and sends, by samples as its devices share them; and the loss, in parts."""
+    """Return what the stage receives and sends, by samples as its devices share them; and the loss, in parts."""
     given: dict[Ref, Layout] = {}
     wanted: dict[Ref, Layout] = {}
     for crossing in crossings(graph, starts):

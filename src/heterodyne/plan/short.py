@@ -41,7 +41,7 @@ def in_short(plan: Plan) -> str:
 
 
 def device_labels(plan: Plan) -> Mapping[Stage, str]:
-    """What the devices of each stage are called: their nodes, with their kind where nodes have several."""
+    """Return what the devices of each stage are called: their nodes, with their kind where nodes have several."""
     stages = dict.fromkeys(stage for pipeline in plan.pipelines for stage in pipeline.stages)
     kinds: dict[str, set[str]] = {}
     for stage in stages:

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.boxes import numel
-from heterodyne.plan.buckets import Bucket, Part
+from heterodyne.plan.buckets import Bucket, BucketPart
 from heterodyne.plan.plan import Plan
 
 __all__ = [
@@ -34,7 +34,7 @@ class StateSlice:
     """Elements ``[start, stop)`` of a part of a parameter, row after row, whose optimizer state ``owner`` keeps; ``first``: where they
     begin in the bucket."""
 
-    part: Part
+    part: BucketPart
     start: int
     stop: int
     owner: str
@@ -54,7 +54,9 @@ class ShardedBucket:
 
 
 def state_shares(plan: Plan) -> dict[str, int]:
-    """Of each device of the plan; only ratios between devices that hold the same weights count. 1 where nothing is said."""
+    """Return the share of each device of the plan; only ratios between devices that hold the same weights count. 1 where nothing is
+    said.
+    """
     found: dict[str, int] = {}
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
@@ -73,7 +75,8 @@ def cut_by_shares(elements: int, shares: Sequence[int]) -> tuple[Range, ...]:
 def sharded_bucket(
     bucket: Bucket, graph: ModelGraph, shares: Mapping[str, int], *, whole_weights: bool = False
 ) -> ShardedBucket:
-    """How the owners of a bucket share it out. ``whole_weights``: no parameter is cut, each goes to the owner of its middle element."""
+    """Return how the owners of a bucket share it out. ``whole_weights``: no parameter is cut, each goes to the owner of its middle
+    element."""
     shapes = {parameter.name: parameter.shape for parameter in graph.parameters}
     sizes = [numel(part.box, shapes[part.name]) for part in bucket.parts]
     starts = list(accumulate(sizes, initial=0))

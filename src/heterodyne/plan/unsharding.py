@@ -116,7 +116,7 @@ def _placed(rank: Passes, spans: Mapping[int, Sequence[_Span]]) -> tuple[Action,
 
 
 def _spans(rank: Passes) -> dict[int, list[_Span]]:
-    """Of each bucket, when its rank would have it there. Times without a pass between them are one."""
+    """Return, for each bucket, when its rank would have it there. Times without a pass between them are one."""
     if not rank.actions:
         return {}
     of_stage: dict[int, list[_Span]] = {}

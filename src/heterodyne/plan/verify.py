@@ -67,7 +67,7 @@ def collective_order(program: Program) -> tuple[tuple[Action, tuple[int, ...]], 
     except CycleError as error:
         cycle = " -> ".join(str(action) for action in error.args[1])
         raise PlanError(
-            f"ranks would wait for each other for ever, as they meet in different orders: {cycle}; "
+            f"ranks would wait for each other forever, as they meet in different orders: {cycle}; "
             "put REDUCE_GRAD, SCATTER, GATHER and UNSHARD in the same order on every rank"
         ) from error
 
@@ -102,7 +102,7 @@ def _passes(actions: Sequence[Action], spec: RankSpec) -> Iterator[str]:
 def _between(
     forward: Action, backward: Action, place: Mapping[Action, int], seen: Counter[Action], *, hosted: bool
 ) -> Iterator[str]:
-    """What may stand between a forward and its backward; it is taken out of ``seen``."""
+    """Yield what may stand between a forward and its backward; it is taken out of ``seen``."""
     kinds: tuple[ActionKind, ...] = ("R", "OFFLOAD", "RELOAD") if hosted else ("R",)
     before = place.get(forward, -1)
     for each in (Action(forward.stage, kind, forward.index) for kind in kinds):
@@ -116,7 +116,7 @@ def _between(
 
 
 def _chain(stage: int, index: int, spec: RankSpec, *, split: bool) -> list[Action]:
-    """What must be done with one micro-batch, in order."""
+    """Return what must be done with one micro-batch, in order."""
     traffic = spec.traffic
     kinds: list[ActionKind] = ["RECV_F"] if stage in traffic.receives else []
     kinds += ["F"]
@@ -171,7 +171,7 @@ def _reductions(actions: Sequence[Action], spec: RankSpec) -> Iterator[str]:
 
 
 def _unsharding(actions: Sequence[Action], spec: RankSpec) -> Iterator[str]:
-    """Where parameters are sharded, each pass of a stage while they are gathered; elsewhere they always are."""
+    """Yield what is wrong with the gathers of sharded parameters: each pass of a stage needs them."""
     gathered: set[int] = set()
     for action in actions:
         kind, bucket = action.kind, action.index or 0
@@ -237,7 +237,7 @@ def _awaited(
     owners: dict[int, list[int]],
     own: set[Action],
 ) -> list[tuple[int, Action]]:
-    """What has to be done elsewhere before an action can be, and is not: ``(rank, action)``. ``own``: what its rank has done."""
+    """Return what has to be done elsewhere before an action can be, and is not: ``(rank, action)``. ``own``: what its rank has done."""
     if spec is None:
         return []
     if spec.zero > 2 and action.kind in ("F", "B", "I", "R"):

@@ -2,7 +2,7 @@
 
 TaskGraphs that share devices are a stage. The stages of a copy of the model take devices of their own, one after the other; as
 many copies are made as the devices allow, and share the global batch. Only counts are looked at here: who gets which share is
-told by the planner.
+reported by the planner.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def virtual_devices(
     """For each copy of the model the devices of its stages. No TaskGraph, no copy.
 
     Each stage takes the next devices of the first node that has enough of them left, so that it stays in one node, or else the
-    next ones of all. It goes copy by copy, so that the stages of a copy lie near each other.
+    next ones of all. It goes copy by copy, so that the stages of a copy are near each other.
 
     Args:
         task_graphs: as `colocated` takes them.
@@ -85,7 +85,7 @@ def virtual_devices(
 def _joins(
     task_graph: TaskGraph, stage: Sequence[TaskGraph], before: TaskGraph, known: Mapping[str, TaskGraph]
 ) -> bool:
-    """Whether a TaskGraph shares the devices of the stage that ``before`` belongs to."""
+    """Return whether a TaskGraph shares the devices of the stage that ``before`` belongs to."""
     if task_graph.section != before.section:
         return False
     homes = {_home(member, known) for member in stage}

@@ -46,7 +46,7 @@ _TAIL_BYTES = 16_384
 
 
 def most_workers() -> int:
-    """How many workers a machine is given: more would only wait for each other, or for memory."""
+    """Return how many workers a machine is given: more would only wait for each other, or for memory."""
     return max(1, min(_WORKERS_PER_CORE * (os.cpu_count() or 1), psutil.virtual_memory().total // _WORKER_BYTES))
 
 
@@ -200,7 +200,7 @@ def _wait(
     grace_s: float,
     interrupt_grace_s: float,
 ) -> tuple[int, bool]:
-    """The exit status of the whole, and whether people were told of a log."""
+    """The exit status of the whole, and whether people were pointed to a log."""
     while True:
         if stop.number is not None:
             return _pass_on(workers, stop, say, grace_s=interrupt_grace_s), False
@@ -225,7 +225,7 @@ def _wait(
 
 
 def _stopped_in_order(workers: Sequence[_Worker], stop: StopRequest, seconds: float) -> bool:
-    """Whether all end because somebody asked one of them to stop; rank 0 has told whom. It may still have a report to write."""
+    """Return whether all end because somebody asked one of them to stop; rank 0 has said whom. It may still have a report to write."""
 
     def differs() -> bool:
         return any(worker.returncode not in (None, 0, STOPPED) for worker in workers) or stop.number is not None
@@ -238,7 +238,7 @@ def _culprit(workers: Sequence[_Worker], first: Collection[int]) -> _Worker:
 
     ``first``: the ranks that had failed when the first failure was seen. A worker that a signal has ended is the cause before those
     that miss it, and one that aborted itself (SIGABRT, as libraries do that lose a peer) only if there is no other.
-    An error that is told (a mistake in a file, say) is often every rank's: then rank 0, which has the terminal, gets time to tell it.
+    An error that is printed (a mistake in a file, say) is often every rank's: then rank 0, which has the terminal, gets time to tell it.
     """
     until, until_told = (time.monotonic() + _patience_s(seconds) for seconds in (_CULPRIT_S, _TOLD_S))
     while True:
@@ -268,8 +268,8 @@ def _patience_s(seconds: float) -> float:
 
 
 def _report(culprit: _Worker, returncode: int, others: Sequence[_Worker]) -> str:
-    """What happened to whom, with the last lines of its log; of the ``others``, which had to be ended, what those had failed with that
-    the culprit gave up on: a thread of theirs may have gone on.
+    """Return what happened to whom, with the last lines of its log; of the ``others``, which had to be ended, what those had failed with
+    that the culprit gave up on: a thread of theirs may have gone on.
     """
     who = f"rank {culprit.rank} on {socket.gethostname()} (pid {culprit.process.pid})"
     if returncode == GAVE_UP_ON_A_PEER:
@@ -327,7 +327,7 @@ def _signal(workers: Sequence[_Worker], number: signal.Signals) -> None:
 def _wait_for(
     workers: Sequence[_Worker], seconds: float, cut_short: Callable[[], bool], *, promised: bool = True
 ) -> bool:
-    """Whether all ended within the time, or in that which they have ``promised``."""
+    """Return whether all ended within the time, or in that which they have ``promised``."""
     until = time.monotonic() + seconds
     while running := [worker for worker in workers if worker.returncode is None]:
         latest = max([until, *(worker.line.promised_until for worker in running if promised)])

@@ -1,4 +1,4 @@
-"""Where the logs of a run lie that says nothing of a place for them: a temporary directory, which stays if the run fails.
+"""Where the logs of a run are that says nothing of a place for them: a temporary directory, which stays if the run fails.
 
 Those of earlier runs are cleared but for the latest few, so that a machine that fails every night does not fill its disk with them.
 """

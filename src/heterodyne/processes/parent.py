@@ -43,7 +43,7 @@ class LauncherEnd:
 
     @property
     def blames_another(self) -> bool:
-        """Whether the worker has said that another one is why it ends."""
+        """Return whether the worker has said that another one is why it ends."""
         self._read()
         return self._blames
 

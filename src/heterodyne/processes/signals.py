@@ -35,7 +35,7 @@ class StopRequest:
     _agreed: threading.Event = field(default_factory=threading.Event)
 
     def begin(self, words: str, most_s: float) -> None:
-        """What is under way from now on, and how long it may take once a signal has come."""
+        """Note what is under way from now on, and how long it may take once a signal has come."""
         self._under_way = (words, time.monotonic(), most_s)
 
     def agree(self) -> None:
@@ -90,7 +90,7 @@ def stop_requests() -> Iterator[StopRequest]:
 @contextmanager
 def orderly_stop(words: str, most_s: float, say: Callable[[str], None]) -> Iterator[StopRequest]:
     """As `stop_requests`, for work that is ended in good order: after a signal it is said every few seconds what is finished first, a
-    launcher that asked is told to wait, and a second signal ends the process at once.
+    launcher that asked is asked to wait, and a second signal ends the process at once.
 
     A thread does so, since the main thread may be in a step for long.
 

@@ -20,10 +20,10 @@ GAVE_UP_ON_A_PEER = 71
 """Exit status of a worker that is well itself and ends because another one died or hangs (EX_OSERR of sysexits.h)."""
 
 TOLD = 2
-"""Exit status of a worker that ends with an error that it has told in a message for people."""
+"""Exit status of a worker that ends with an error that it has explained in a message for people."""
 
 OUT_OF_MEMORY = 79
-"""Exit status of a worker whose device has run out of memory, which it has told: another plan may go on (no number of sysexits.h)."""
+"""Exit status of a worker whose device has run out of memory, which it has reported: another plan may go on (no number of sysexits.h)."""
 
 STOPPED = 130
 """Exit status of a worker that has stopped in good order because somebody asked for it."""

@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Axis", "axis_of", "round_ticks"]
+__all__ = ["PlotAxis", "axis_of", "round_ticks"]
 
 
 _NOTHING = 1e-290  # what is smaller cannot be divided into ticks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Axis:
-    """Values from ``low`` to ``high``, which differ; ticks lie between them."""
+class PlotAxis:
+    """Values from ``low`` to ``high``, which differ; ticks are between them."""
 
     low: float
     high: float
@@ -25,7 +25,9 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
 
-def axis_of(values: Iterable[float], *, include: tuple[float, ...] = (), ticks: int = 5, snug: bool = False) -> Axis:
+def axis_of(
+    values: Iterable[float], *, include: tuple[float, ...] = (), ticks: int = 5, snug: bool = False
+) -> PlotAxis:
     """An axis over all finite values and those to ``include``; it ends at ticks, or ``snug`` at the values themselves."""
     finite = [v for v in (*values, *include) if math.isfinite(v)] or [0.0, 1.0]
     low, high = min(finite), max(finite)
@@ -37,7 +39,7 @@ def axis_of(values: Iterable[float], *, include: tuple[float, ...] = (), ticks: 
     step = _round_step((high - low) / ticks)
     if not snug:
         low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
-    return Axis(low=low, high=high, ticks=_multiples(step, low, high))
+    return PlotAxis(low=low, high=high, ticks=_multiples(step, low, high))
 
 
 def round_ticks(low: float, high: float, count: int) -> tuple[float, ...]:

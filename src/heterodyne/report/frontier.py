@@ -69,7 +69,7 @@ def frontier_picture(frontier: Sequence[Plan], path: Path, *, title: str) -> Pat
 
 
 def stairs(points: Sequence[Point]) -> list[int]:
-    """Which points no other one beats in both figures, from left to right: each lower than the one before it."""
+    """Return which points no other one beats in both figures, from left to right: each lower than the one before it."""
     found: list[int] = []
     for number in sorted(range(len(points)), key=points.__getitem__):
         if not found or points[number][1] < points[found[-1]][1]:
@@ -78,8 +78,8 @@ def stairs(points: Sequence[Point]) -> list[int]:
 
 
 def labelled(points: Sequence[Point], ends: Point) -> list[int]:
-    """Which of the points of a staircase have room for a label: the ends first, then from left to right those that are far enough from
-    all others that have one.
+    """Return which of the points of a staircase have room for a label: the ends first, then from left to right those that are far enough
+    from all others that have one.
     """
     order = dict.fromkeys((0, len(points) - 1, *range(len(points))))
     kept: list[int] = []

@@ -16,13 +16,12 @@ from heterodyne.report.perfetto import write_trace
 from heterodyne.report.run import Run, load_run, read_metrics
 from heterodyne.report.sections.curves import curve_charts
 from heterodyne.report.sections.devices import cluster_section
-from heterodyne.report.sections.overview import key_figures, status
+from heterodyne.report.sections.overview import key_figures, plan_section, status
 from heterodyne.report.sections.predictions import prediction_section
 from heterodyne.report.sections.stages import stage_section
 from heterodyne.report.sections.timelines import timeline_section
 from heterodyne.report.sections.times import time_section
 from heterodyne.report.sections.training import efficiency_chart, loss_chart, norm_chart, rate_chart, training_lead
-from heterodyne.report.sections.weighed import plan_section
 from heterodyne.report.words import kind_name, seconds, unbroken
 from heterodyne.text_files import write_text
 
@@ -91,7 +90,7 @@ def render(run: Run, *, reference_metrics: Path | None = None) -> str:
 
 
 def _command(run: Run) -> str:
-    """How the run is repeated: its own job under its own plan."""
+    """Return how the run is repeated: its own job under its own plan."""
     if run.job is None or run.plan is None:
         return ""
     return f"heterodyne train {run.directory / 'job.yaml'} --plan {run.directory / 'plan.json'}"

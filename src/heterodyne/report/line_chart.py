@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from heterodyne.report.axis import Axis, axis_of
+from heterodyne.report.axis import PlotAxis, axis_of
 from heterodyne.report.words import digits
 
 __all__ = ["LineChart", "Path", "Series", "Tick", "line_chart", "smoothed"]
@@ -105,7 +105,7 @@ def smoothed(points: Sequence[Point], window: int) -> tuple[Point, ...]:
     return tuple((points[i][0], sum(values[i - window + 1 : i + 1]) / window) for i in range(window - 1, len(points)))
 
 
-def _path(points: Sequence[Point], x: Axis, y: Axis, mark: Mark) -> str:
+def _path(points: Sequence[Point], x: PlotAxis, y: PlotAxis, mark: Mark) -> str:
     places = [(1000 * x.place(a), 1000 * (1 - y.place(b))) for a, b in points]
     if mark in ("dots", "wide-dots") or len(places) == 1:
         # A line of no length with round caps is a dot, and stays round however the chart is stretched.

@@ -94,7 +94,7 @@ def stage_of(name: str) -> int:
 
 
 def has_stages(events: Iterable[Event]) -> bool:
-    """Whether there is more than one stage to tell apart."""
+    """Return whether there is more than one stage to tell apart."""
     return any(stage_of(event.name) > 0 for event in events)
 
 

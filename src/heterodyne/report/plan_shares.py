@@ -31,7 +31,7 @@ def stages_of(plan: Plan) -> dict[str, str]:
 
 
 def has_pipelines(plan: Plan) -> bool:
-    """Whether any pipeline has more than one stage, so that stages need telling apart."""
+    """Return whether any pipeline has more than one stage, so that stages need telling apart."""
     return any(len(pipeline.stages) > 1 for pipeline in plan.pipelines)
 
 

@@ -45,7 +45,7 @@ def fleet_rows(fleet: Fleet) -> Rows:
 
 
 def plan_rows(plan: Plan, devices: Cluster | Fleet | None = None) -> Rows:
-    """Who does what: a row a device, or a row for each run of alike stages of pipelines on so many devices of a kind."""
+    """Return who does what: a row a device, or a row for each run of alike stages of pipelines on so many devices of a kind."""
     count = sum(pipeline.replicas for pipeline in plan.pipelines)
     title = f"The plan: {counted(plan.global_batch_size, 'sample')} a step, {counted(count, 'pipeline')}"
     title += f", {order_of(plan)}" if has_pipelines(plan) else ""
@@ -57,7 +57,7 @@ def plan_rows(plan: Plan, devices: Cluster | Fleet | None = None) -> Rows:
 
 
 def _device_rows(plan: Plan, title: str, cluster: Cluster | None) -> Rows:
-    """What each device takes of the global batch, and the memory that it is predicted to need."""
+    """Return what each device takes of the global batch, and the memory that it is predicted to need."""
     predicted = plan.predicted.memory_bytes if plan.predicted else {}
     limits = {d.id: d.memory_bytes for d in cluster.devices} if cluster else {}
     samples, stages, staged = samples_of(plan), stages_of(plan), has_pipelines(plan)

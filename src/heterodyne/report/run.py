@@ -1,9 +1,5 @@
 """A run directory, read back: whatever is there, and a sentence for whatever is not.
 
-    runs/NAME/
-      job.yaml  cluster.json  plan.json  candidates.json  profile.json
-      metrics.jsonl  timeline-measured.jsonl  timeline-simulated.jsonl  summary.json
-
 A run that was killed leaves some files missing and some cut short. Neither is an error here: what can be read is read, and
 `Run.missing` says what could not be. Only a directory that holds none of a run's files is refused.
 """
@@ -12,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -25,15 +21,24 @@ from heterodyne.job import Job
 from heterodyne.json_files import checked, parse_json, read_json
 from heterodyne.plan import Plan
 from heterodyne.report.plan_shares import samples_of
+from heterodyne.run_directory import RunDirectory
 from heterodyne.secret_names import has_secrets, without_secrets
 from heterodyne.text_files import read_text
 from heterodyne.timeline import Timeline
 from heterodyne.yaml_text import YamlFaultError, parse_yaml
 
-__all__ = ["Candidate", "Metrics", "Run", "StepMetrics", "Validation", "candidates_from", "load_run", "read_metrics"]
+__all__ = [
+    "Candidate",
+    "Metrics",
+    "Run",
+    "StepMetrics",
+    "ValidationLoss",
+    "candidates_from",
+    "load_run",
+    "read_metrics",
+]
 
 _FINITE = 1e300  # of what may be added and squared; NaN is not below it either
-_SIGNS_OF_A_RUN = ("job.yaml", "plan.json", "metrics.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +57,7 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Validation:
+class ValidationLoss:
     step: int
     loss: float
 
@@ -63,7 +68,7 @@ class Metrics:
     links, as found after a step; "" if none is any more."""
 
     steps: tuple[StepMetrics, ...] = ()
-    validations: tuple[Validation, ...] = ()
+    validations: tuple[ValidationLoss, ...] = ()
     slower: tuple[tuple[int, str], ...] = ()
     unreadable: int = 0
 
@@ -155,36 +160,36 @@ class Run:
 
 def load_run(directory: Path) -> Run:
     """Read a run directory. Raises HeterodyneError if it is not one; never for a file that is missing or cut short."""
-    _require_run(directory)
+    files = RunDirectory(directory)
+    _require_run(files)
     missing: list[str] = []
-    content = _Reader(directory, missing)
-    job_text = _shown(content.text("job.yaml", "what was trained is not known"))
-    metrics = _metrics(content)
+    content = _Reader(missing)
+    metrics = _metrics(content, files.metrics)
     return Run(
         directory=directory,
-        job=content.of("job.yaml", Job.load),
-        job_text=job_text,
-        cluster=content.of("cluster.json", _cluster, "the devices are not described"),
-        plan=content.of("plan.json", Plan.load, "shares and predictions are not known"),
-        candidates=content.of("candidates.json", _candidates, "the plans that were weighed are not known") or (),
-        profile=content.of("profile.json", Profile.load, "what was measured before planning is not shown"),
+        job=content.of(files.job, Job.load),
+        job_text=_shown(content.of(files.job, _text, "what was trained is not known") or ""),
+        cluster=content.of(files.cluster, _cluster, "the devices are not described"),
+        plan=content.of(files.plan, Plan.load, "shares and predictions are not known"),
+        candidates=content.of(files.candidates, _candidates, "the plans that were weighed are not known") or (),
+        profile=content.of(files.profile, Profile.load, "what was measured before planning is not shown"),
         metrics=metrics,
-        measured=content.of("timeline-measured.jsonl", Timeline.load, "what each device did is not known"),
-        simulated=content.of("timeline-simulated.jsonl", Timeline.load, "what each device should do is not shown"),
-        summary=content.of("summary.json", _mapping, "the run did not come to its own end") or {},
+        measured=content.of(files.timeline("measured"), Timeline.load, "what each device did is not known"),
+        simulated=content.of(files.timeline("simulated"), Timeline.load, "what each device should do is not shown"),
+        summary=content.of(files.summary, _mapping, "the run did not come to its own end") or {},
         missing=tuple(missing),
     )
 
 
 def read_metrics(path: Path) -> Metrics:
     """The lines of a ``metrics.jsonl``, or of the one in a run directory. Raises HeterodyneError if it is not there."""
-    file = path / "metrics.jsonl" if path.is_dir() else path
+    file = RunDirectory(path).metrics if path.is_dir() else path
     try:
         lines = read_text(file, most_bytes=2**30, errors="replace").splitlines()
     except OSError as error:
         raise HeterodyneError(f"{file}: cannot be read: {error.strerror}") from error
     steps: dict[int, StepMetrics] = {}
-    validations: dict[int, Validation] = {}
+    validations: dict[int, ValidationLoss] = {}
     slower: dict[int, str] = {}
     unreadable = 0
     for line in filter(str.strip, lines):
@@ -195,7 +200,7 @@ def read_metrics(path: Path) -> Metrics:
             continue
         loss = fields.get("validation_loss")
         if _is_number(loss):
-            validations[step] = Validation(step=step, loss=float(loss))
+            validations[step] = ValidationLoss(step=step, loss=float(loss))
         if isinstance(fields.get("slower"), str):
             slower[step] = fields["slower"]
         known = {name: float(fields[name]) for name in StepMetrics.__slots__[1:] if _is_number(fields.get(name))}
@@ -226,26 +231,24 @@ def candidates_from(rows: Iterable[Mapping[str, Any]]) -> tuple[Candidate, ...]:
 class _Reader:
     """Reads the files of one directory and notes what could not be read."""
 
-    def __init__(self, directory: Path, missing: list[str]) -> None:
-        self.directory = directory
+    def __init__(self, missing: list[str]) -> None:
         self.missing = missing
 
-    def of(self, name: str, read: Any, without: str = "") -> Any:
-        path = self.directory / name
+    def of(self, path: Path, read: Callable[[Path], Any], without: str = "") -> Any:
         if not path.is_file():
             if without:
-                self.missing.append(f"{name} is missing: {without}.")
+                self.missing.append(f"{path.name} is missing: {without}.")
             return None
         try:
             return read(path)
         except (HeterodyneError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = str(error).removeprefix(f"{path}: ").splitlines()[0] if str(error) else type(error).__name__
-            self.missing.append(f"{name} cannot be read and is left out ({reason}).")
+            self.missing.append(f"{path.name} cannot be read and is left out ({reason}).")
             return None
 
-    def text(self, name: str, without: str) -> str:
-        text: str | None = self.of(name, lambda path: read_text(path, errors="replace"), without)
-        return text or ""
+
+def _text(path: Path) -> str:
+    return read_text(path, errors="replace")
 
 
 def _shown(text: str) -> str:
@@ -257,24 +260,25 @@ def _shown(text: str) -> str:
     return yaml.safe_dump(without_secrets(content), sort_keys=False) if has_secrets(content) else text
 
 
-def _require_run(directory: Path) -> None:
-    looked_for = ", ".join(_SIGNS_OF_A_RUN)
-    if not directory.is_dir():
-        raise HeterodyneError(f"{directory} is not a directory; give a run directory, which holds {looked_for}")
-    if any((directory / name).is_file() for name in _SIGNS_OF_A_RUN):
+def _require_run(run: RunDirectory) -> None:
+    signs = (run.job, run.plan, run.metrics)
+    looked_for = ", ".join(sign.name for sign in signs)
+    if not run.path.is_dir():
+        raise HeterodyneError(f"{run.path} is not a directory; give a run directory, which holds {looked_for}")
+    if any(sign.is_file() for sign in signs):
         return
-    inside = sorted(d.name for d in directory.iterdir() if any((d / name).is_file() for name in _SIGNS_OF_A_RUN))
+    inside = sorted(d.name for d in run.path.iterdir() if any((d / sign.name).is_file() for sign in signs))
     hint = f"; it holds runs, give one of them: {', '.join(inside[:5])}" if inside else ""
-    raise HeterodyneError(f"{directory} is no run: looked in it for {looked_for} and found none{hint}")
+    raise HeterodyneError(f"{run.path} is no run: looked in it for {looked_for} and found none{hint}")
 
 
-def _metrics(content: _Reader) -> Metrics:
-    metrics = content.of("metrics.jsonl", read_metrics, "no step is known") or Metrics()
+def _metrics(content: _Reader, file: Path) -> Metrics:
+    metrics: Metrics = content.of(file, read_metrics, "no step is known") or Metrics()
     if metrics.unreadable:
         plural = "line is" if metrics.unreadable == 1 else "lines are"
-        content.missing.append(f"metrics.jsonl: {metrics.unreadable} {plural} cut short and left out.")
-    if (content.directory / "metrics.jsonl").is_file() and not metrics.steps:
-        content.missing.append("metrics.jsonl holds no step: the run ended before its first.")
+        content.missing.append(f"{file.name}: {metrics.unreadable} {plural} cut short and left out.")
+    if file.is_file() and not metrics.steps:
+        content.missing.append(f"{file.name} holds no step: the run ended before its first.")
     return metrics
 
 

@@ -4,7 +4,7 @@
     1  here/cpu:1  ...F0=B0===F1=B1===F2=B2===......STEP=
 
 Each action begins with as much of its name as fits, with the stage where its rank has several; ``=`` goes on with it, ``.`` is waiting.
-What is shorter than a character gives way to what comes after it. On a terminal each stage has its colour, and the shade tells
+What is shorter than a character is covered by what comes after it. On a terminal each stage has its colour, and the shade tells
 forward from backward.
 """
 
@@ -79,7 +79,7 @@ def step_text(timeline: Timeline, width: int, *, title: str = "One step") -> Ste
 
 
 def _legend(timeline: Timeline) -> str:
-    """What the first letters stand for; kinds that share one stand together."""
+    """Return what the first letters stand for; kinds that share one stand together."""
     names: dict[str, list[str]] = {}
     for kind in in_order({event.kind for event in timeline.events if event.lane == "compute"}):
         names.setdefault(kind[:1], []).append(kind_name(kind))

@@ -2,7 +2,7 @@
 
 The step lasts from the first start to the last end over all ranks. On one rank that time is split in two ways:
 
-- by action kind, as the difference of prediction and measurement is told: seconds of F, B, STEP, ... on the compute lane, of
+- by action kind, as the difference of prediction and measurement is given: seconds of F, B, STEP, ... on the compute lane, of
   the collectives on the comm lane, and ``wait``: the rest of the step, in which the compute lane does nothing;
 - without overlap, so that the parts add up to the step: the compute kinds, then the part of the communication that is
   not hidden behind compute, then idle. Messages between stages (SEND, RECV) are no part of it: a rank does not wait for what it

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from heterodyne.cluster import Cluster
 from heterodyne.cluster.catalog import Accelerator
+from heterodyne.cluster.profile import WHOLE, Profile
 from heterodyne.report.compare import Claim, Comparison
-from heterodyne.report.rows import Rows, columns
+from heterodyne.report.rows import Column, Rows, columns
 from heterodyne.report.run import Run
 from heterodyne.report.step_times import EXPOSED, IDLE, by_rank, in_order
 from heterodyne.report.words import (
@@ -23,7 +24,7 @@ from heterodyne.report.words import (
     seconds,
 )
 from heterodyne.timeline import Timeline
-from heterodyne.units import format_bandwidth
+from heterodyne.units import format_bandwidth, format_bytes
 
 __all__ = [
     "Verified",
@@ -31,6 +32,7 @@ __all__ = [
     "device_rows",
     "kind_rows",
     "prediction_rows",
+    "profile_rows",
     "step_rows",
     "summary_rows",
     "verified_rows",
@@ -65,7 +67,7 @@ def device_rows(cluster: Cluster, sources: Mapping[str, str] | None = None) -> R
 
 
 def kind_rows(kinds: Sequence[Accelerator]) -> Rows:
-    """What datasheets say of kinds of devices, each as its driver shows it."""
+    """Return what datasheets say of kinds of devices, each as its driver shows it."""
 
     def tflops(kind: Accelerator, precision: str) -> str:
         peak = kind.peak_flops.get(precision)
@@ -179,7 +181,7 @@ def prediction_rows(comparison: Comparison) -> Rows:
 
 
 def step_rows(timeline: Timeline) -> Rows:
-    """What each rank of one step does in how much of it, in percent that add up to the whole."""
+    """Return what each rank of one step does in how much of it, in percent that add up to the whole."""
     computed = in_order({event.kind for event in timeline.events if event.lane == "compute"})
     parts = {kind: kind_name(kind) for kind in computed} | {EXPOSED: "exposed communication", IDLE: "idle"}
     return Rows(
@@ -213,3 +215,73 @@ def summary_rows(run: Run, comparison: Comparison) -> Rows:
         ("speed-up over equal shares", f"{ratio(run.speed_up_over_equal)} predicted"),
     )
     return Rows(title=f"Run {run.name}", columns=columns("", ""), rows=tuple(facts), notes=run.missing)
+
+
+def profile_rows(profile: Profile, model: str) -> tuple[Rows, ...]:
+    """One table of the blocks, one of the links."""
+    return _block_rows(profile, model), _link_rows(profile)
+
+
+def _block_rows(profile: Profile, model: str) -> Rows:
+    rows = []
+    for device, measured in profile.devices.items():
+        for kind, samples in measured.blocks.items():
+            rows += [
+                (
+                    device,
+                    "the whole model" if kind == WHOLE else profile.kinds.get(kind, kind),
+                    str(sample.micro_batch_size),
+                    seconds(sample.forward_s),
+                    seconds(sample.backward_s),
+                    "extrapolated" if sample.extrapolated else percent(sample.spread),
+                    format_bytes(sample.saved_bytes),
+                )
+                for sample in samples
+            ]
+    return Rows(
+        title=f"{model}: forward and backward of each distinct block",
+        columns=(
+            Column(title="device"),
+            Column(title="block"),
+            Column(title="samples", align="right"),
+            Column(title="forward", align="right"),
+            Column(title="backward", align="right"),
+            Column(title="spread", align="right"),
+            Column(title="kept", align="right"),
+        ),
+        rows=tuple(rows),
+        notes=(
+            "times are medians while all devices compute; spread is the distance of the quartiles over the median; "
+            "extrapolated: too large, or too long, to measure, or nothing to gain by it; from the smaller sizes",
+            *(
+                f"{device} was measured while others had {percent(own.taken_by_others)} of its host's cores"
+                for device, own in profile.devices.items()
+                if own.taken_by_others
+            ),
+        ),
+    )
+
+
+def _link_rows(profile: Profile) -> Rows:
+    return Rows(
+        title="Links",
+        columns=(
+            Column(title="what"),
+            Column(title="between"),
+            Column(title="message", align="right"),
+            Column(title="time", align="right"),
+            Column(title="spread", align="right"),
+            Column(title="rate", align="right"),
+        ),
+        rows=tuple(
+            (
+                link.op,
+                " ".join(link.devices) if len(link.devices) < 3 else f"{len(link.devices)} devices",
+                format_bytes(link.bytes),
+                seconds(link.seconds),
+                percent(link.spread),
+                format_bandwidth(link.bytes / link.seconds) if link.seconds else "",
+            )
+            for link in profile.links
+        ),
+    )

@@ -79,7 +79,7 @@ def efficiency_text(value: float | None) -> str:
 
 
 def unsteady(efficiency: float) -> bool:
-    """Whether devices were slower while they were measured than in the run, so that its efficiency says nothing."""
+    """Return whether devices were slower while they were measured than in the run, so that its efficiency says nothing."""
     return efficiency > _STEADY
 
 
@@ -155,7 +155,7 @@ def plan_in_words(plan: Plan) -> tuple[str, ...]:
 
 
 def _schedule_in_words(plan: Plan) -> list[str]:
-    """How pipelines order their work, if any has more than one stage."""
+    """Return how pipelines order their work, if any has more than one stage."""
     deep = [pipeline for pipeline in plan.pipelines if len(pipeline.stages) > 1]
     if not deep:
         return []

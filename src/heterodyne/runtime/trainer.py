@@ -17,13 +17,13 @@ from heterodyne.errors import CheckpointError
 from heterodyne.job import Job
 from heterodyne.plan.plan import Plan
 from heterodyne.processes.signals import StopRequest, orderly_stop
+from heterodyne.run_directory import RunDirectory
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints
 from heterodyne.runtime.checkpoint.export import export_model
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.data.source import DataSource
 from heterodyne.runtime.engine import DATA, Engine, Outcome
 from heterodyne.runtime.records.progress import Reporter
-from heterodyne.runtime.records.run_directory import RunDirectory
 from heterodyne.runtime.records.run_records import RunRecords
 from heterodyne.runtime.worker import Worker
 from heterodyne.units import format_seconds

@@ -13,7 +13,7 @@ from heterodyne.errors import PlanError
 from heterodyne.graph import ModelGraph
 from heterodyne.plan import Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.plan.export import even_plan, megatron_arguments, torchtitan_toml
-from heterodyne.plan.export.model_shape import model_shape
+from heterodyne.plan.export.from_plan import model_shape
 from pure.build import graph
 from pure.cost.transformer import HEADS, TOKENS, transformer
 from pure.plan.strategies import GENERAL_PLANS
@@ -101,7 +101,7 @@ UNEVEN = {
     "pipeline 1 stage 0 runs ops .0, 5. and that of pipeline 0 .0, 7": plan(
         (stage(0, 7, "a"), stage(7, 14, "b")), (stage(0, 5, "c"), stage(5, 14, "d"))
     ),
-    "pipeline 1 stage 0 lies otherwise": plan((stage(0, 14, "ab", "split"),), (stage(0, 14, "cd"),)),
+    "pipeline 1 stage 0 is laid out otherwise": plan((stage(0, 14, "ab", "split"),), (stage(0, 14, "cd"),)),
     "pipeline 1 stage 0 computes other blocks again": plan((stage(0, 14, "a"),), (stage(0, 14, "b", recompute=(1,)),)),
     "pipeline 1 stage 0 has unequal shares": plan((stage(0, 14, "ab"),), (stage(0, 14, "cd", shares=(3, 1)),)),
     "stage 0 begins or ends inside block 'layer1'": plan((stage(0, 4, "a"), stage(4, 14, "b"))),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterodyne.plan.offloading import with_offload
+from heterodyne.plan.lower import with_offload
 from heterodyne.plan.program import Action
 from heterodyne.plan.schedules import SCHEDULES
 

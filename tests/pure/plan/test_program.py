@@ -173,7 +173,7 @@ def test_the_order_of_collectives_agrees_with_every_rank_or_there_is_none(orders
     if len({tuple(order) for order in orders}) == 1:
         assert [action.index for action, _ in collective_order(made)] == orders[0]
     else:
-        with pytest.raises(PlanError, match="wait for each other for ever"):
+        with pytest.raises(PlanError, match="wait for each other forever"):
             collective_order(made)
 
 

@@ -8,5 +8,5 @@ calls            which call a rank is in, for the watchdog
 prediction       the model's outputs for all samples, under any plan
 validation       loss and metrics over all samples
 weights_back     the trained weights in the user's model at the end
-callbacks        what others are told of
+callbacks        what others hear of
 """

@@ -1,7 +1,7 @@
 """Which collective call of the user's loop a rank is in.
 
-The watchdog is told, since ranks that call different things would wait for ever; and weights that not every rank holds whole may be touched
-by the runtime alone.
+The watchdog is informed, since ranks that call different things would wait forever; and weights that not every rank holds whole may be
+touched by the runtime alone.
 """
 
 from __future__ import annotations

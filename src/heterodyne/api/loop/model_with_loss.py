@@ -62,7 +62,7 @@ class ModelWithLoss(nn.Module):
         return self.loss_fn(output, batch if self._target is None else batch[self._target])
 
     def arguments(self, batch: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        """What the model is called with; what only the loss reads may be missing in the batch."""
+        """Return what the model is called with; what only the loss reads may be missing in the batch."""
         given = {name: batch[name] for name in self._inputs if name in batch}
         return (tuple(given.values()), {}) if self._positional else ((), given)
 
@@ -132,7 +132,7 @@ def _named_forward(loss: LossFunction) -> LossFunction:
 
 
 def _parts(loss: LossFunction) -> tuple[object, ...]:
-    """What a copy of a function has as its own."""
+    """Return what a copy of a function has as its own."""
     return (loss.__code__, loss.__defaults__, loss.__kwdefaults__) if isinstance(loss, FunctionType) else ()
 
 

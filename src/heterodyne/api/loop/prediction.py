@@ -25,14 +25,14 @@ from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.forward import autocast
 from heterodyne.runtime.worker import Worker
 
-__all__ = ["Metric", "Part", "Predictor", "gathered_outputs"]
+__all__ = ["Metric", "OutputPart", "Predictor", "gathered_outputs"]
 
 Metric: TypeAlias = Callable[[Any, Any], tuple[float | Tensor, float | Tensor]]
 """``(outputs, part of the batch) -> (sum, count)`` over these samples; both are added up, and their ratio is the metric."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class OutputPart:
     """The samples ``[first, first + count)`` of a batch, on this rank's device, and what the model returns for them.
 
     ``dims``: of each tensor of the outputs the dim in which the samples are, None if there is none.
@@ -64,7 +64,7 @@ class Predictor:
         """The weights have changed: what was brought together of them goes."""
         self._gathered = None
 
-    def parts(self, batch: Mapping[str, Tensor] | BatchSource) -> Iterator[Part]:
+    def parts(self, batch: Mapping[str, Tensor] | BatchSource) -> Iterator[OutputPart]:
         """Those of this rank, in order of the samples. Collective until the first of them, or the end, is reached.
 
         What only a loss outside of the model reads may be missing in the batch.
@@ -88,12 +88,12 @@ class Predictor:
                 stack.enter_context(autocast(device, worker.precision))
                 outputs = _outputs(worker.module, inputs, weights)
                 dims = self._dims_of(outputs, inputs, count, weights)
-            yield Part(first=first, count=count, inputs=inputs, outputs=outputs, dims=dims)
+            yield OutputPart(first=first, count=count, inputs=inputs, outputs=outputs, dims=dims)
 
     def _dims_of(
         self, outputs: Any, inputs: Mapping[str, Tensor], count: int, weights: Mapping[str, Tensor] | None
     ) -> tuple[int | None, ...]:
-        """Where the samples are in each tensor of the outputs: the dim that another number of samples changes. Tried once a form."""
+        """Return where the samples are in each tensor of the outputs: the dim that another number of samples changes. Tried once a form."""
         leaves, structure = pytree.tree_flatten(_without_cache(outputs))
         form = (structure, tuple(leaf.dim() if isinstance(leaf, Tensor) else None for leaf in leaves))
         if form not in self._dims:
@@ -151,7 +151,7 @@ def _changed(leaf: Any, another: Any, count: int, number: int) -> int | None:
 
 
 def _outputs(module: nn.Module, inputs: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None) -> Any:
-    """What the user's model returns; ``weights``: all parameters and buffers of ``module``, where those here are not whole."""
+    """Return what the user's model returns; ``weights``: all parameters and buffers of ``module``, where those here are not whole."""
     model: nn.Module = module
     args: tuple[Tensor, ...] = ()
     kwargs = dict(inputs)
@@ -182,7 +182,7 @@ class _Some:
         }
 
 
-def gathered_outputs(parts: Sequence[Part], communicator: Communicator, on: Literal["all", "rank0"]) -> Any:
+def gathered_outputs(parts: Sequence[OutputPart], communicator: Communicator, on: Literal["all", "rank0"]) -> Any:
     """The outputs of all parts of all ranks as one, tensors on the host, the samples in order in the dim where the model has them.
 
     What has no row for each sample, a loss or a cache, is None. Collective. None on the ranks that are not to have it.
@@ -230,7 +230,7 @@ class _Described:
 class _Own:
     """The leaves of the outputs of this rank's parts, joined."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[OutputPart]) -> None:
         self.described = _Described()
         self.leaves: list[Tensor | None] = []
         if not parts:

@@ -18,7 +18,7 @@ WeightsAtEnd: TypeAlias = Literal["all", "rank0", "none"]
 
 
 def gathered_weights(worker: Worker, session: Session, where: WeightsAtEnd) -> Mapping[str, Tensor]:
-    """What is missing in this rank's model, to be filled in: all of it where the plan cuts the model, nothing where it does not.
+    """Return what is missing in this rank's model, to be filled in: all of it where the plan cuts the model, nothing where it does not.
 
     Collective. Where every rank has the whole model, those that were idle are given the values of the others here. A warning says so
     where the memory of a host is too small for a whole model a rank.

@@ -63,7 +63,7 @@ class _Slices:
         return (stop - start) * (self.per_token + self.attention * stop)
 
     def border(self, start: float, budget: float) -> float:
-        """Where a slice from ``start`` on costs ``budget``: the positive root of its quadratic, written so that nothing cancels."""
+        """Return where a slice from ``start`` on costs ``budget``: the positive root of its quadratic, written so that nothing cancels."""
         first = self.per_token + self.attention * start
         divisor = first + sqrt(first * first + 4 * self.attention * budget)
         return start + 2 * budget / divisor if divisor else start

@@ -12,7 +12,7 @@ _EIGHT: Final = 8
 
 
 def dealt(units: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """How many units each share takes, contiguous, in order; a count may be 0.
+    """Return how many units each share takes, contiguous, in order; a count may be 0.
 
     The borders are the exact ones of the cumulative shares, rounded (halves upwards), so nobody is more than one unit away
     from its due, and what is cut for 2:1:1 has a border in common with what is cut for 1:1. Only ratios count.

@@ -1,15 +1,15 @@
-"""How a tensor lies on the devices of a stage, and what it takes to lay it out otherwise.
+"""How a tensor is laid out on the devices of a stage, and what it takes to lay it out otherwise.
 
-Four layouts are enough for forward and backward, since each says where the gradient lies too. In the words of DTensor's placements:
+Four layouts are enough for forward and backward, since each says where the gradient is too. In the words of DTensor's placements:
 
     REPLICATE    Replicate, and so is its gradient
     COPY         Replicate, and its gradient Partial: each device has a part, and the parts add up (Megatron's copy to the region)
     PARTIAL      Partial (sum): each device has a part, and the parts add up; the gradient is Replicate
     sharded(d)   Shard(d): each device has a slice of dim d; its gradient is sharded alike
 
-So a gradient lies as its tensor does, but that of a COPY as a PARTIAL and that of a PARTIAL as a COPY. Slices are contiguous, in the order
-of the devices, and need not be equal. What each conversion exchanges is the table in `conversion`; Shoeybi et al., "Megatron-LM", 2019,
-section 3, has those between REPLICATE, COPY and PARTIAL (its operators f and g), Korthikanti et al., 2022, those with sharded.
+So a gradient is laid out as its tensor is, but that of a COPY as a PARTIAL and that of a PARTIAL as a COPY. Slices are contiguous, in the
+order of the devices, and need not be equal. What each conversion exchanges is the table in `conversion`; Shoeybi et al., "Megatron-LM",
+2019, section 3, has those between REPLICATE, COPY and PARTIAL (its operators f and g), Korthikanti et al., 2022, those with sharded.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Conversion:
 
     @property
     def meets(self) -> bool:
-        """Whether anything is exchanged."""
+        """Return whether anything is exchanged."""
         return self.forward is not None or self.backward is not None
 
 
@@ -89,14 +89,14 @@ _SMALL_BYTES: Final = 2**16
 
 
 def reduced_at_once(size_bytes: float, members: int) -> bool:
-    """Whether an all-reduce is one round, in which each sends all of it to everyone and adds up what comes. Else it is two: each adds up
-    its part, and gives it to the others. The runtime does it so, and costs follow.
+    """Return whether an all-reduce is one round, in which each sends all of it to everyone and adds up what comes. Else it is two: each
+    adds up its part, and gives it to the others. The runtime does it so, and costs follow.
     """
     return members == 2 or size_bytes <= _SMALL_BYTES
 
 
 def conversion(have: Layout, want: Layout, *, differentiable: bool = True) -> Conversion:
-    """What is exchanged to lay a tensor out as ``want`` that lies as ``have``."""
+    """Return what is exchanged to lay a tensor out as ``want`` that is laid out as ``have``."""
     if have == want:
         return _FREE
     found = _BETWEEN[have.kind, want.kind]

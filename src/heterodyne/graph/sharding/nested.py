@@ -1,4 +1,4 @@
-"""Several axes of a stage: how tensors lie along one after another.
+"""Several axes of a stage: how tensors are laid out along one after another.
 
 Each axis is worked out for the whole tensors, outermost first, and a dim of a tensor is cut along one axis at most. So what an op does on
 slices of one axis it does on slices of these along the next one: layouts, conversions and gradients of the axes do not see each other.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from heterodyne.graph.ir import Op, Ref
 from heterodyne.graph.sharding.layout import Layout
 from heterodyne.graph.sharding.problem import Problem
-from heterodyne.graph.sharding.rule import Rule, Strategy
+from heterodyne.graph.sharding.rule import OpStrategy, Rule
 from heterodyne.graph.sharding.rules import rule_of
 from heterodyne.graph.sharding.sharding import Sharding
 
@@ -23,7 +23,7 @@ __all__ = ["Turn", "nested", "shard_along", "turns"]
 
 
 class Turn(NamedTuple):
-    """How a tensor lies along an axis, and how it is wanted; and of each whether an outer axis cuts the same dim (at a border)."""
+    """How a tensor is laid out along an axis, and how it is wanted; and of each whether an outer axis cuts the same dim (at a border)."""
 
     axis: int
     have: Layout
@@ -56,7 +56,7 @@ def turns(have: Sequence[Layout], want: Sequence[Layout]) -> list[Turn]:
 
 
 def nested(layouts: Sequence[Layout], axis: int) -> bool:
-    """Whether an axis cuts the dim that one outside of it cuts."""
+    """Return whether an axis cuts the dim that one outside of it cuts."""
     own = layouts[axis]
     return own.kind == "shard" and any(outer.kind == "shard" and outer.dim == own.dim for outer in layouts[:axis])
 
@@ -81,7 +81,7 @@ def _taken(outer: Sequence[Sharding], problem: Problem) -> frozenset[tuple[str, 
 
 
 def _layouts(sharding: Sharding, problem: Problem) -> list[tuple[Ref, Layout]]:
-    """All in which any tensor ever lies."""
+    """All in which any tensor ever is laid out."""
     found = [*sharding.layouts.items(), *sharding.wanted.items(), *problem.given.items()]
     for op in problem.ops:
         strategy = sharding.strategies[op.name]
@@ -93,8 +93,8 @@ def _made(op: Op) -> list[Ref]:
     return [Ref(op.name, place) for place in range(len(op.outputs))]
 
 
-def _done_together(op: Op, rule: Rule, strategy: Strategy) -> bool:
-    """Whether members need something of each other inside of the op, or weigh their parts by it."""
+def _done_together(op: Op, rule: Rule, strategy: OpStrategy) -> bool:
+    """Return whether members need something of each other inside of the op, or weigh their parts by it."""
     if not strategy.divides:
         return False
     weighed = strategy.outputs[0].kind == "partial" and (op.kind == "mean" or op.argument("reduction") is not None)

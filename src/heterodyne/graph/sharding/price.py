@@ -35,13 +35,13 @@ class Price:
     traffic_per_byte: float = 20.0
 
     def collective(self, kind: Collective | None, size: float) -> float:
-        """Of a tensor of ``size`` bytes, whole. An all-reduce is a reduce-scatter and an all-gather."""
+        """Return the price of a collective over a tensor of ``size`` bytes, whole. An all-reduce is a reduce-scatter and an all-gather."""
         if kind is None or self.members == 1:
             return 0.0
         times = 2 if kind == "all_reduce" else 1
         return self.latency_bytes + times * size * (self.members - 1) / self.members
 
     def work(self, flops: float, traffic: float, *, divided: bool) -> float:
-        """Of an op, forward and backward; not ``divided``: each device does all of it, and the slowest is waited for."""
+        """Return the price of an op, forward and backward; not ``divided``: each device does all of it, and the slowest is waited for."""
         together = flops / self.flops_per_byte + traffic / self.traffic_per_byte
         return together if divided else together * self.unevenness

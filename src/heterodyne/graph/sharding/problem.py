@@ -1,4 +1,4 @@
-"""What is asked: the ops of a stage, how their regions lie on its devices, how the tensors at its borders do."""
+"""What is asked: the ops of a stage, how their regions are laid out on its devices, and how the tensors at its borders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Mode", "Problem"]
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """What the plan says of an op: how its region lies on the devices, and which list of shares it goes by."""
+    """What the plan says of an op: how its region is laid out on the devices, and which list of shares it goes by."""
 
     kind: Literal["replicate", "split", "context"] = "replicate"
     by: int = 0
@@ -29,8 +29,8 @@ class Problem:
         graph: the model.
         ops: of the stage, in order, with those that it makes again for itself.
         modes: of each op.
-        given: how what it receives lies; the model's inputs are whole.
-        wanted: how what it sends, or the loss, shall lie.
+        given: how what it receives is laid out; the model's inputs are whole.
+        wanted: how what it sends, or the loss, shall be laid out.
         samples: of a micro-batch.
         forbidden: ``(op, letter)`` that may not be cut.
         gaps: lists of shares in which a device has none.

@@ -17,7 +17,7 @@ from heterodyne.graph.ir import Argument, Op, TensorSpec
 from heterodyne.graph.sharding.layout import COPY, PARTIAL, REPLICATE, Layout, sharded
 from heterodyne.graph.size import Size
 
-__all__ = ["IN_PARTS", "LETTERS", "WHOLLY", "Call", "Rule", "Strategy", "but_samples", "common_units"]
+__all__ = ["IN_PARTS", "LETTERS", "WHOLLY", "Call", "OpStrategy", "Rule", "but_samples", "common_units"]
 
 WHOLLY: Final = "whole"
 IN_PARTS: Final = "sum"
@@ -25,7 +25,7 @@ LETTERS: Final = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 @dataclass(frozen=True, slots=True)
-class Strategy:
+class OpStrategy:
     """One way to run an op on the devices of a stage.
 
     Args:
@@ -40,7 +40,7 @@ class Strategy:
 
     @property
     def divides(self) -> bool:
-        """Whether each device does a part of the work."""
+        """Return whether each device does a part of the work."""
         return self.name not in (WHOLLY, IN_PARTS)
 
 
@@ -55,9 +55,9 @@ class Rule:
         added: operands that are added once, not once a device, where a summed letter is cut (a bias).
         exchanged: letters along which the op may be cut because its program exchanges what it has to (maxima and sums of a softmax);
             what has not the letter is the same on each device afterwards.
-        together: pairs of letters that may be cut at once, because its program sends what lies along the first to where it is met by what
-            lies along the second, and sends back what comes of it (tokens and experts); with the bytes that it sends each way, of all
-            devices together.
+        together: pairs of letters that may be cut at once, because its program sends what is along the first to where it is multiplied
+            with what is along the second, and sends back what comes of it (tokens and experts); with the bytes that it sends each way, of
+            all devices together.
         units: for a letter, a number that its cuts must divide, beside the size of the dim (of heads, say).
         linear: sets of operands in each of which the op is linear: parts of them that add up give parts of the result.
         only: the one letter by which it has to be cut; "": there is none such. For an op that takes statistics over all devices that
@@ -83,13 +83,13 @@ class Rule:
         without = self.summed + self.exchanged
         return "".join(x for x in named if x in without or all(x in output for output in self.outputs))
 
-    def strategy(self, letter: str, by: int = 0) -> Strategy:
+    def strategy(self, letter: str, by: int = 0) -> OpStrategy:
         """With ``letter`` cut, by the ``by``-th list of shares."""
         otherwise_out = REPLICATE if letter in self.exchanged else PARTIAL
         missing = [
             PARTIAL if letter in self.summed and place in self.added else COPY for place in range(len(self.operands))
         ]
-        return Strategy(
+        return OpStrategy(
             name=letter,
             operands=tuple(
                 sharded(dims.index(letter), by) if letter in dims else otherwise
@@ -100,7 +100,7 @@ class Rule:
             ),
         )
 
-    def both(self, pair: str, by: Sequence[int]) -> Strategy:
+    def both(self, pair: str, by: Sequence[int]) -> OpStrategy:
         """With the two letters of a pair cut, each by a list of shares of its own."""
         lists = dict(zip(pair, by, strict=True))
 
@@ -108,20 +108,20 @@ class Rule:
             named = next((x for x in pair if x in dims), None)
             return COPY if named is None else sharded(dims.index(named), lists[named])
 
-        return Strategy(
+        return OpStrategy(
             pair, tuple(laid_out(dims) for dims in self.operands), tuple(laid_out(dims) for dims in self.outputs)
         )
 
     @property
-    def whole(self) -> Strategy:
+    def whole(self) -> OpStrategy:
         """With nothing cut."""
-        return Strategy(WHOLLY, tuple(REPLICATE for _ in self.operands), tuple(REPLICATE for _ in self.outputs))
+        return OpStrategy(WHOLLY, tuple(REPLICATE for _ in self.operands), tuple(REPLICATE for _ in self.outputs))
 
     @property
-    def in_parts(self) -> tuple[Strategy, ...]:
+    def in_parts(self) -> tuple[OpStrategy, ...]:
         """On parts that add up."""
         return tuple(
-            Strategy(
+            OpStrategy(
                 IN_PARTS,
                 tuple(PARTIAL if place in linear else COPY for place in range(len(self.operands))),
                 tuple(PARTIAL for _ in self.outputs),

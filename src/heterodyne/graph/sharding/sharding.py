@@ -1,4 +1,4 @@
-"""How a stage lies on its devices: what the plan says, worked out to the last tensor.
+"""How a stage is laid out on its devices: what the plan says, worked out to the last tensor.
 
 A pure function of the graph and the stage, so planner, simulator and every rank come to the same result, and a plan need not list
 what follows from it.
@@ -14,7 +14,7 @@ from heterodyne.graph.ir import ModelGraph, Op, Ref
 from heterodyne.graph.sharding.dealing import dealt, dealt_to_all
 from heterodyne.graph.sharding.layout import Conversion, Layout, conversion
 from heterodyne.graph.sharding.problem import Problem
-from heterodyne.graph.sharding.rule import Strategy
+from heterodyne.graph.sharding.rule import OpStrategy
 from heterodyne.graph.sharding.rules import rule_of
 from heterodyne.graph.sharding.solve import Choice, solve
 from heterodyne.graph.sharding.units import Families, Family, families_of, limits
@@ -48,16 +48,16 @@ class Narrow:
 class Sharding:
     """Args:
     strategies: how each op runs, by name.
-    layouts: how each tensor lies when it is made, received or kept.
+    layouts: how each tensor is laid out when it is made, received or kept.
     families: in what units it is cut.
     shares: the lists of shares that cuts go by.
-    wanted: how what leaves the stage lies.
-    exchanges: in the order in which the forward meets them.
+    wanted: how what leaves the stage is laid out.
+    exchanges: in the order in which the forward has them.
     narrow: ops that were not cut because they have too few units.
     inner: the same along the axes inside of this one, by each of whose members it holds; None: there are none.
     """
 
-    strategies: Mapping[str, Strategy]
+    strategies: Mapping[str, OpStrategy]
     layouts: Mapping[Ref, Layout]
     families: Families
     shares: tuple[tuple[int, ...], ...]
@@ -77,7 +77,7 @@ class Sharding:
         return len(self.shares[0])
 
     def sizes(self, ref: Ref, layout: Layout, samples: int) -> tuple[int, ...]:
-        """Of each device's slice of a tensor in the dim that is cut."""
+        """Return the sizes of each device's slice of a tensor in the dim that is cut."""
         full = int(self.graph.spec(ref).shape[layout.dim](samples))
         of_family = self.families.units(ref, layout)
         units = int(of_family(samples))
@@ -157,7 +157,7 @@ def _units_of(op: Op, letter: str, graph: ModelGraph) -> int:
 
 
 def _exchanges(problem: Problem, choice: Choice) -> list[Exchange]:
-    """What is exchanged, each conversion of a tensor once, until something writes into its memory."""
+    """Return what is exchanged, each conversion of a tensor once, until something writes into its memory."""
     graph, found = problem.graph, []
     done: set[tuple[Ref, Layout]] = set()
 

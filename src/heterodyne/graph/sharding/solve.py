@@ -22,7 +22,7 @@ from heterodyne.graph.ir import Op, Ref
 from heterodyne.graph.sharding.layout import COPY, PARTIAL, REPLICATE, Layout, sharded
 from heterodyne.graph.sharding.price import Price
 from heterodyne.graph.sharding.problem import Problem
-from heterodyne.graph.sharding.rule import Strategy
+from heterodyne.graph.sharding.rule import OpStrategy
 from heterodyne.graph.sharding.ways import GRAINS, Held, Tensor, Way, Ways, tensor_of, ways_of
 
 __all__ = ["Choice", "solve"]
@@ -45,14 +45,14 @@ class Choice:
         optimal: whether no way is cheaper; False: the beam was too narrow to tell.
     """
 
-    strategies: Mapping[str, Strategy]
+    strategies: Mapping[str, OpStrategy]
     layouts: Mapping[Ref, Layout]
     cost: float
     optimal: bool
 
 
 class _Stuck(Exception):  # noqa: N818  # it never leaves this file
-    """What is written into memory cannot be done to it as it lies, nor may it be laid out otherwise."""
+    """What is written into memory cannot be done to it as it is laid out, nor may it be laid out otherwise."""
 
     def __init__(self, op: Op, memories: frozenset[str]) -> None:
         super().__init__(op.name)
@@ -67,7 +67,7 @@ class _TooMany(Exception):  # noqa: N818  # neither does it
 def solve(problem: Problem) -> Choice:
     """The cheapest way, of few layers; of many a good one. Raises PlanError if there is none.
 
-    What lies in memory that is written into is not laid out otherwise; where an op that needs it so leaves no way, it is whole all along.
+    What is in memory that is written into is not laid out otherwise; where an op that needs it so leaves no way, it is whole all along.
     """
     whole: frozenset[str] = frozenset()
     while True:
@@ -83,7 +83,7 @@ def solve(problem: Problem) -> Choice:
 
 
 _Tensors: TypeAlias = tuple[int, ...]
-"""How the tensors of a state lie, each by a number that stands for a `Held`."""
+"""How the tensors of a state are laid out, each by a number that stands for a `Held`."""
 
 
 class _Step(NamedTuple):
@@ -91,9 +91,9 @@ class _Step(NamedTuple):
 
     Args:
         ways: of the op.
-        enters: how those of the given tensors lie that it is the first to read.
+        enters: how those of the given tensors are laid out that it is the first to read.
         reads: place of each tensor that it reads; -1: one that is stored, and is in no state yet.
-        changed: places of what lies in memory that it writes into.
+        changed: places of what is in memory that it writes into.
         kept: what is needed later, of the tensors of the state, those that enter, those that are stored and first read, and those that
             it returns, in a row.
         alive: numbers of the kinds that these are of, as far as conversions are concerned.
@@ -150,7 +150,7 @@ class _Search:
             history, spent = self._through(steps, [_State((), 0, -1, None)])
         finals = [(state.cost + self._wanted_cost(state, last), place) for place, state in enumerate(history[-1])]
         cost, place = min(finals)
-        strategies: dict[str, Strategy] = {}
+        strategies: dict[str, OpStrategy] = {}
         layouts: dict[Ref, Layout] = given
         for position in range(len(steps) - 1, -1, -1):
             op, (_, _, parent, way) = problem.ops[position], history[position + 1][place]
@@ -268,7 +268,7 @@ class _Search:
         return best
 
     def _transitions_of(self, ways: Ways, held: tuple[int, ...]) -> list[tuple[Way, _Tensors, _Tensors]]:
-        """For each way, how lies afterwards what is read, and what is returned."""
+        """For each way, how what is read is laid out afterwards, and what is returned."""
         key = ways, held
         if key not in self._transitions:
             self._transitions[key] = [
@@ -292,8 +292,8 @@ class _Search:
                 yield memory
 
     def _regret(self, step: _Step, one: _Tensors, other: _Tensors) -> float:
-        """What the remaining ops can cost more from the one state than from the other, at most; inf: they may do from the other what they
-        may not do from the one.
+        """Return what the remaining ops can cost more from the one state than from the other, at most; inf: they may do from the other
+        what they may not do from the one.
         """
         return sum(
             self._regret_of(kind, left, a, b)
@@ -302,8 +302,8 @@ class _Search:
         )
 
     def _regret_of(self, kind: int, left: int, a: int, b: int) -> float:
-        """Of one tensor: each read wants it in some layout, and a conversion is paid for once, so it is the sum over those layouts, as many
-        as there are reads, for which the difference between the two prices is largest.
+        """Return the regret of one tensor: each read wants it in some layout, and a conversion is paid for once, so it is the sum over
+        those layouts, as many as there are reads, for which the difference between the two prices is largest.
         """
         key = kind, left, a, b
         if key not in self._regrets:
@@ -318,7 +318,8 @@ class _Search:
         return self._regrets[key]
 
     def _gap(self, step: _Step, one: _Tensors, other: _Tensors) -> float:
-        """What it costs to convert the tensors of one state to those of another: an estimate of the regret that is mostly below it."""
+        """Return what it costs to convert the tensors of one state to those of another: an estimate of the regret that is mostly below
+        it."""
         return sum(self._gap_between(kind, a, b) for kind, a, b in zip(step.alive, one, other, strict=True) if a != b)
 
     def _gap_between(self, kind: int, a: int, b: int) -> float:
@@ -334,7 +335,7 @@ class _Search:
         return self._gaps[key]
 
     def _offers(self, one: Layout, other: Layout, *, flows: bool) -> bool:
-        """Whether all strategies that read the other layout may read the one; those of some ops depend on what is cut already."""
+        """Return whether all strategies that read the other layout may read the one; those of some ops depend on what is cut already."""
         return (self._one_list or other.kind != "shard") and (flows or one != REPLICATE)
 
     def _layouts(self, dims: int) -> Iterator[Layout]:

@@ -1,4 +1,4 @@
-"""Where the cuts of a dim may lie: in units that every op on the way can bear.
+"""Where the cuts of a dim may be: in units that every op on the way can bear.
 
 A linear layer's columns may be cut anywhere, until they become heads, in whole groups of which keys and values are shared. So dims that
 are cut together, through all ops and tensors that pass the cut on, are one family, and its units are what all of them have in common.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from heterodyne.graph.ir import ModelGraph, Op, Ref
 from heterodyne.graph.sharding.layout import Layout
-from heterodyne.graph.sharding.rule import Rule, Strategy, common_units
+from heterodyne.graph.sharding.rule import OpStrategy, Rule, common_units
 from heterodyne.graph.size import Size
 
 __all__ = ["Families", "Family", "families_of", "limits"]
@@ -36,14 +36,14 @@ class Families:
     of: Mapping[_Slot, Family]
 
     def units(self, ref: Ref, layout: Layout) -> Size:
-        """How many units that dim of the tensor is dealt out in. Raises KeyError for a tensor that is never cut so."""
+        """Return how many units that dim of the tensor is dealt out in. Raises KeyError for a tensor that is never cut so."""
         return self.of[ref, layout].units
 
 
 def families_of(
     graph: ModelGraph,
     rules: Mapping[str, Rule],
-    strategies: Mapping[str, Strategy],
+    strategies: Mapping[str, OpStrategy],
     fixed: Mapping[_Slot, Size],
 ) -> Families:
     """The families of a stage.
@@ -100,8 +100,8 @@ def families_of(
     return Families(of={slot: made[find(slot)] for slot in list(parent)})
 
 
-def _by_letter(op: Op, rule: Rule, strategy: Strategy) -> dict[str, list[_Slot]]:
-    """What an op reads and returns cut, by the letter that is cut."""
+def _by_letter(op: Op, rule: Rule, strategy: OpStrategy) -> dict[str, list[_Slot]]:
+    """Return what an op reads and returns cut, by the letter that is cut."""
     found: dict[str, list[_Slot]] = {}
     refs = (*op.operands, *(Ref(op.name, place) for place in range(len(op.outputs))))
     layouts = (*strategy.operands, *strategy.outputs)

@@ -1,4 +1,4 @@
-"""The ways to run an op, given how what it reads lies, and what each of them costs.
+"""The ways to run an op, given how what it reads is laid out, and what each of them costs.
 
 Of thousands of ops in a graph most are like others, so they share what is found here.
 """
@@ -14,7 +14,7 @@ from heterodyne.graph.ir import Argument, Op, Ref, TensorSpec
 from heterodyne.graph.sharding.layout import COPY, REPLICATE, Layout, conversion
 from heterodyne.graph.sharding.price import Price
 from heterodyne.graph.sharding.problem import Mode, Problem
-from heterodyne.graph.sharding.rule import Rule, Strategy
+from heterodyne.graph.sharding.rule import OpStrategy, Rule
 from heterodyne.graph.sharding.rules import rule_of
 from heterodyne.graph.sharding.units import limits
 from heterodyne.graph.size import Size
@@ -25,7 +25,7 @@ GRAINS: Final = 1024
 """Costs are counted in parts of a byte as small as this, in whole numbers: sums of these do not depend on their order."""
 
 Held: TypeAlias = tuple[Layout, frozenset[Layout]]
-"""How a tensor lies, and to what it was converted at some cost."""
+"""How a tensor is laid out, and to what it was converted at some cost."""
 
 
 class Tensor(NamedTuple):
@@ -43,19 +43,19 @@ class Tensor(NamedTuple):
     tied: bool
 
     def converting(self, have: Layout, want: Layout, price: Price) -> int:
-        """What it costs, forward and backward."""
+        """Return what it costs, forward and backward."""
         steps = conversion(have, want, differentiable=self.flows)
         return grains(price.collective(steps.forward, self.bytes) + price.collective(steps.backward, self.bytes))
 
     def may_be(self, have: Layout, want: Layout) -> bool:
-        """Whether it may be laid out so for the op that reads it. Of what is tied a copy would take the change for itself."""
+        """Return whether it may be laid out so for the op that reads it. Of what is tied a copy would take the change for itself."""
         return have == want or not self.tied or ({have, want} <= {REPLICATE, COPY} and not self.flows)
 
 
 class Way(NamedTuple):
-    """``held``: how what it reads lies afterwards, each tensor once."""
+    """``held``: how what it reads is laid out afterwards, each tensor once."""
 
-    strategy: Strategy
+    strategy: OpStrategy
     cost: int
     held: tuple[Held, ...]
 
@@ -98,14 +98,14 @@ class Ways:
         return self._found[held]
 
     def in_the_way(self, held: tuple[Held | None, ...]) -> Iterator[int]:
-        """The tensors that would have to lie in another way, and may not."""
+        """The tensors that would have to be laid out in another way, and may not."""
         for strategy in self._strategies(held):
             for place, want in zip(self.operands, strategy.operands, strict=True):
                 have = held[place]
                 if have is not None and not self.tensors[place].may_be(have[0], want):
                     yield place
 
-    def _way(self, strategy: Strategy, held: tuple[Held | None, ...]) -> Way | None:
+    def _way(self, strategy: OpStrategy, held: tuple[Held | None, ...]) -> Way | None:
         price = self.problem.price
         after = list(held)
         cost = self._work(strategy)
@@ -124,15 +124,15 @@ class Ways:
                 after[place] = have, converted | {want}
         return Way(strategy, cost, tuple(one for one in after if one is not None))
 
-    def _work(self, strategy: Strategy) -> int:
+    def _work(self, strategy: OpStrategy) -> int:
         samples, op, price = self.problem.samples, self.op, self.problem.price
         flops = op.flops_forward(samples) + op.flops_backward(samples)
         traffic = 3 * (op.bytes_read(samples) + op.bytes_written(samples))
         inside = self._exchanged(strategy) if strategy.divides else 0.0
         return grains(price.work(flops, traffic, divided=strategy.divides) + inside)
 
-    def _exchanged(self, strategy: Strategy) -> float:
-        """What the op itself exchanges: maxima and sums; or rows, there and back, and their gradients the same ways."""
+    def _exchanged(self, strategy: OpStrategy) -> float:
+        """Return what the op itself exchanges: maxima and sums; or rows, there and back, and their gradients the same ways."""
         price = self.problem.price
         if strategy.name in self.rule.together:
             ways = 4 if any(self.op.differentiable) else 2
@@ -141,7 +141,7 @@ class Ways:
             return ways * price.collective("all_to_all", size)
         return 3 * price.latency_bytes if strategy.name in self.rule.exchanged else 0.0
 
-    def _strategies(self, held: tuple[Held | None, ...]) -> Iterable[Strategy]:
+    def _strategies(self, held: tuple[Held | None, ...]) -> Iterable[OpStrategy]:
         """Those that its mode allows."""
         rule, mode = self.rule, self.mode
         if rule.only:
@@ -187,7 +187,7 @@ class Ways:
         return [] if self._follows_the_batch(letter) else [by for by in lists if by not in self.problem.gaps]
 
     def _cuts(self, letter: str, held: tuple[Held | None, ...]) -> list[Layout]:
-        """How operands lie that are cut along a letter already."""
+        """Return how operands are laid out that are cut along a letter already."""
         lies = [(held[place], dims) for place, dims in zip(self.operands, self.rule.operands, strict=True)]
         return [one[0] for one, dims in lies if one and one[0].kind == "shard" and dims[one[0].dim] == letter]
 
@@ -196,14 +196,14 @@ class Ways:
         named = zip((*self.rule.operands, *self.rule.outputs), specs, strict=True)
         return any(letter in dims and not spec.shape[dims.index(letter)].is_constant for dims, spec in named)
 
-    def _cuts_a_weight(self, strategy: Strategy) -> bool:
-        """Whether it divides a trained parameter of two dims or more."""
+    def _cuts_a_weight(self, strategy: OpStrategy) -> bool:
+        """Return whether it divides a trained parameter of two dims or more."""
         operands = zip(self.operands, strategy.operands, strict=True)
         return any(layout.kind == "shard" and self.tensors[place].weight for place, layout in operands)
 
 
 def tensor_of(ref: Ref, problem: Problem, *, tied: bool) -> Tensor:
-    """What matters of a tensor."""
+    """Return what matters of a tensor."""
     graph = problem.graph
     spec, stored = graph.spec(ref), ref.name in graph.stored
     return Tensor(
@@ -266,7 +266,7 @@ def _numbered(value: Argument, refs: Sequence[Ref]) -> object:
 
 
 def _is_worth_it(letter: str, op: Op, rule: Rule, problem: Problem, tensors: Sequence[Tensor]) -> bool:
-    """Not where one device would have it all; where that is a weight, it has to be told."""
+    """Not where one device would have it all; where that is a weight, it has to be said."""
     weights = [ref for ref, tensor in zip(dict.fromkeys(op.operands), tensors, strict=True) if tensor.weight]
     named = zip(op.operands, rule.operands, strict=True)
     return limits(op, rule, letter, problem.graph) != Size.of(1) or any(

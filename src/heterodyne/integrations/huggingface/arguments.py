@@ -78,7 +78,7 @@ class HeterodyneArguments(TrainingArguments):
         return made
 
     def _accumulated(self, config: AcceleratorConfig) -> int:
-        """Return how many batches make a step, and take that out of what Accelerate is told.
+        """Return how many batches make a step, and take that out of what Accelerate is given.
 
         Raises HeterodyneError if it is said in two ways.
         """

@@ -97,6 +97,6 @@ def require_same_length(before: int | None, now: int | None, checkpoint: Path) -
     """
     if before is not None and now is not None and before != now:
         raise CheckpointError(
-            f"{checkpoint} was written with a train_dataset of {before} samples, and now it has {now}; {OTHER_DATA}, or train anew from "
+            f"{checkpoint} was written with a train_dataset of {before} samples, and now it has {now}; {OTHER_DATA}, or train again from "
             "the weights of the checkpoint (from_pretrained)"
         )

@@ -284,7 +284,7 @@ class HeterodyneTrainer(Trainer):
 
     @property
     def _samples(self) -> int | None:
-        """Of the training data; None for a stream."""
+        """The number of samples of the training data; None for a stream."""
         return len(self.train_dataset) if has_length(self.train_dataset) else None
 
     @contextmanager

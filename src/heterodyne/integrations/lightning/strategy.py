@@ -23,9 +23,16 @@ from heterodyne.api.loop.remade_optimizer import by_name, by_number, follow, rem
 from heterodyne.api.options import LossOptions, loss_options
 from heterodyne.api.session import LONGEST_PHASE_S, Session, open_session
 from heterodyne.errors import CheckpointError
-from heterodyne.integrations.lightning.accumulation import joined, require_mean
 from heterodyne.integrations.lightning.refusals import require_even_batches, require_honoured
-from heterodyne.integrations.lightning.training_step import BatchForm, Logged, TrainingStep, size_of, what_it_logs
+from heterodyne.integrations.lightning.training_step import (
+    BatchForm,
+    Logged,
+    TrainingStep,
+    joined,
+    require_mean,
+    size_of,
+    what_it_logs,
+)
 from heterodyne.runtime.checkpoint.random_state import random_state, restore_random_state, unchanged_random_state
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 
@@ -62,7 +69,7 @@ class PlanStrategy(Strategy):
         self._begin()
 
     def _begin(self) -> None:
-        """What a fit begins with."""
+        """Set what a fit begins with."""
         self._distributed: Distributed | None = None
         self._step: TrainingStep | None = None
         self._logged: Mapping[str, Logged] = {}
@@ -221,7 +228,7 @@ class PlanStrategy(Strategy):
         return self._distributed, step
 
     def _log(self, loss: float, notes: Mapping[str, Logged], samples: int) -> None:
-        """What training_step logs, for all samples of the step."""
+        """Log what training_step logs, for all samples of the step."""
         assert self._session is not None
         assert self._step is not None
         module: Any = self.lightning_module
@@ -269,7 +276,7 @@ class PlanStrategy(Strategy):
     # What is kept
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Of the whole model, on every rank. Collective."""
+        """Return the state of the whole model, on every rank. Collective."""
         if self._distributed is None:
             return super().lightning_module_state_dict()
         return {name.removeprefix(_MODULE): value for name, value in self._distributed.state_dict()["model"].items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from heterodyne.api import Distributed
 from heterodyne.errors import DataError, HeterodyneError, NoGraphError
 from heterodyne.frontend.faults import line_now
 from heterodyne.model_output import loss_of
 from heterodyne.runtime.evaluation import eval_mode
 
-__all__ = ["BatchForm", "Logged", "TrainingStep", "size_of", "what_it_logs"]
+__all__ = ["BatchForm", "Logged", "TrainingStep", "joined", "require_mean", "size_of", "what_it_logs"]
 
 
 class BatchForm:
@@ -139,7 +140,7 @@ class TrainingStep(nn.Module):
 
     @contextmanager
     def notes(self) -> Iterator[dict[str, Logged]]:
-        """What is logged inside of the block, by name."""
+        """Note what is logged inside of the block, by name."""
         found: dict[str, Logged] = {}
         self.surroundings.notes = found
         try:
@@ -195,7 +196,7 @@ def size_of(batch: Mapping[str, Tensor]) -> int:
 
 
 def _updates(module: nn.Module) -> dict[str, int]:
-    """How often the metrics of torchmetrics in the module have been updated."""
+    """Return how often the metrics of torchmetrics in the module have been updated."""
     return {name: part.update_count for name, part in module.named_modules() if hasattr(part, "update_count")}
 
 
@@ -204,3 +205,34 @@ def _refuse_metric(name: str) -> NoReturn:
         f"training_step updates the metric {name!r} of torchmetrics, and each rank has only its own samples there: log a value, as "
         "self.log(name, (scores.argmax(-1) == y).float().mean()), or update the metric in validation_step"
     )
+
+
+def joined(batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Accumulated batches as one. Raises DataError if they cannot be."""
+    first, *others = batches
+    if not others:
+        return dict(first)
+    size = size_of(first)
+    try:
+        return {
+            name: torch.cat([batch[name] for batch in batches]) if t.dim() and len(t) == size else t
+            for name, t in first.items()
+        }
+    except RuntimeError as error:
+        raise DataError(
+            f"the batches of a step have different shapes ({error}): pad them to one length, or take larger batches without "
+            "accumulate_grad_batches"
+        ) from error
+
+
+def require_mean(distributed: Distributed, batches: Sequence[Mapping[str, Tensor]]) -> None:
+    """Raises DataError unless the loss of accumulated batches is the mean of their losses, which Lightning takes."""
+    if len(batches) == 1:
+        return
+    weights, kind = distributed.loss_weights(batches), distributed.graph.loss.reduction
+    if kind != "mean" or any(not math.isclose(weight * len(batches), 1.0) for weight in weights):
+        raise DataError(
+            f"the loss of the {len(batches)} batches of a step is not the mean of their losses (their weights in it are "
+            f"{', '.join(f'{weight:.4g}' for weight in weights)}, and it is a {kind}): take a batch size {len(batches)} times as large "
+            "without accumulate_grad_batches"
+        )

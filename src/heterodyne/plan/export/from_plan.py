@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from itertools import chain
 from math import prod
 from typing import Final, Literal, TypeAlias
 
 from heterodyne.errors import PlanError
-from heterodyne.graph import ModelGraph
-from heterodyne.plan.export.even_plan import EvenPlan
-from heterodyne.plan.export.model_shape import layer_blocks, model_shape
+from heterodyne.graph import Block, ModelGraph, Op
+from heterodyne.graph.ir import Ref
+from heterodyne.plan.export.even_plan import EvenPlan, ModelShape
 from heterodyne.plan.mesh import Kind
 from heterodyne.plan.plan import Layout, Pipeline, Plan, Stage
 from heterodyne.plan.precision import Precision, in_words
 from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.state_shards import state_shares
 
-__all__ = ["even_plan"]
+__all__ = ["even_plan", "model_shape"]
 
 _DEGREE: Final = {"replicate": "dp", "split": "tp", "context": "cp"}
 
@@ -101,7 +103,7 @@ def _require_alike(plan: Plan) -> None:
                 )
             if len(stage.devices) != len(other.devices) or _kinds(stage) != _kinds(other):
                 raise PlanError(
-                    f"{here} lies otherwise on {len(stage.devices)} devices than that of pipeline 0 on {len(other.devices)}"
+                    f"{here} is laid out otherwise on {len(stage.devices)} devices than that of pipeline 0 on {len(other.devices)}"
                 )
             if (
                 stage.recompute != other.recompute
@@ -127,7 +129,7 @@ def _kinds(stage: Stage) -> list[tuple[str, _Axes]]:
 
 
 def _layout(pipeline: Pipeline, prefix: str = "") -> _Axes:
-    """How all the stages lie on their devices."""
+    """Return how all the stages are laid out on their devices."""
     width = len(pipeline.stages[0].devices)
     kinds: dict[_Axes, int] = {}
     for index, stage in enumerate(pipeline.stages):
@@ -168,7 +170,7 @@ def _stages_a_place(plan: Plan, pipeline: Pipeline) -> int:
 
 def _layers(pipeline: Pipeline, graph: ModelGraph) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """For each stage how many layers it has, and how many of them compute their activations again."""
-    layers = layer_blocks(graph)
+    layers = _layer_blocks(graph)
     starts, stops = {b.start for b in graph.blocks}, {b.stop for b in graph.blocks}
     counts, again = [], []
     for index, stage in enumerate(pipeline.stages):
@@ -218,3 +220,53 @@ def _notes(plan: Plan) -> tuple[str, ...]:
     if any(stage.offload for stage in stages):
         notes.append("the plan keeps optimizer state in host memory; that is not exported")
     return tuple(notes)
+
+
+def _layer_blocks(graph: ModelGraph) -> tuple[Block, ...]:
+    """The layers: from the first to the last block that is called like those of the kind that is there most often.
+
+    A layer of another kind is one too, as the dense ones before those with experts. Raises PlanError if no kind repeats.
+    """
+    kind, count = Counter(block.kind for block in graph.blocks).most_common(1)[0]
+    if count < 2:
+        raise PlanError(f"model {graph.name} has no repeated layers, which other frameworks count")
+    called = {_unnumbered(block.name) for block in graph.blocks if block.kind == kind}
+    places = [block.index for block in graph.blocks if _unnumbered(block.name) in called]
+    return graph.blocks[places[0] : places[-1] + 1]
+
+
+def _unnumbered(name: str) -> str:
+    return re.sub(r"[0-9]+", "#", name)
+
+
+def model_shape(graph: ModelGraph) -> ModelShape:
+    """Return what can be read off the ops; what cannot is None."""
+    table = next((op.argument("weight") for op in graph.ops if op.kind == "embedding"), None)
+    lookup = graph.stored.get(table.name) if isinstance(table, Ref) else None
+    attention = next((op for op in graph.ops if op.kind == "scaled_dot_product_attention"), None)
+    heads, groups = (_heads(graph, attention, operand) for operand in ("query", "key"))
+    return ModelShape(
+        hidden_size=lookup.shape[1] if lookup is not None else None,
+        num_attention_heads=heads,
+        num_query_groups=groups if groups != heads else None,  # many models repeat the keys before they attend
+        sequence_length=_positions(graph, attention),
+    )
+
+
+def _heads(graph: ModelGraph, attention: Op | None, operand: str) -> int | None:
+    """Attention is [batch, heads, positions, width of a head]."""
+    return _dim(graph, attention, operand, -3)
+
+
+def _positions(graph: ModelGraph, attention: Op | None) -> int | None:
+    return _dim(graph, attention, "query", -2)
+
+
+def _dim(graph: ModelGraph, op: Op | None, operand: str, dim: int) -> int | None:
+    value = op.argument(operand) if op is not None else None
+    if not isinstance(value, Ref):
+        return None
+    shape = graph.spec(value).shape
+    if len(shape) < 4 or not shape[dim].is_constant:
+        return None
+    return int(shape[dim](1))

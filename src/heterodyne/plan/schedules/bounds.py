@@ -57,7 +57,7 @@ def _highest(lines: Sequence[tuple[float, float]]) -> set[tuple[float, float]]:
 
 
 def _lines(places: Sequence[tuple[float, float, float]]) -> list[tuple[float, float]]:
-    """Of places with the seconds of a micro-batch, those of it in the first stage, and of a message.
+    """Return the lines of places with the seconds of a micro-batch, those of it in the first stage, and of a message.
 
     A place before one that is no faster waits less and works no more, so it is left out.
     """

@@ -1,6 +1,6 @@
-"""Whether orders can run and do all the work once, whoever wrote them. All faults are told, each with its place.
+"""Whether orders can run and do all the work once, whoever wrote them. All faults are named, each with its place.
 
-Orders are correct if every stage runs F of each micro-batch once and then either B, or I and after it W; if R, where there is one, lies
+Orders are correct if every stage runs F of each micro-batch once and then either B, or I and after it W; if R, where there is one, is
 between F and the backward; if everything stands on the place of its stage; if no places wait for each other in a circle; and if no place
 holds more than it has room for.
 """
@@ -160,7 +160,7 @@ def _made(action: Action) -> tuple[str, int, int | None]:
 
 
 def _needs(action: Action, reads: Sequence[Read]) -> list[tuple[str, int, int | None]]:
-    """What an action waits for on other places (or its own, where they read from themselves)."""
+    """Return what an action waits for on other places (or its own, where they read from themselves)."""
     if action.kind == "F":
         return [("F", read.source, action.index) for read in reads if read.reader == action.stage]
     if action.kind in ("B", "I"):
@@ -192,7 +192,7 @@ def _cycle(
     begin = path.index(place)
     cycle = "; ".join(links[begin:])
     return Fault(
-        message=f"places wait for each other for ever: {cycle}: change the order on one of them",
+        message=f"places wait for each other forever: {cycle}: change the order on one of them",
         place=place,
         position=at[place],
     )

@@ -56,7 +56,7 @@ def play(
     starts, ends = clock.run(rows)
     stuck = [str(row[len(done)]) for row, done in zip(orders, ends, strict=True) if len(done) < len(row)]
     if stuck:
-        raise PlanError(f"the orders stop at {', '.join(stuck)}, which wait for ever: check them with order_faults")
+        raise PlanError(f"the orders stop at {', '.join(stuck)}, which wait forever: check them with order_faults")
     makespan = max((done[-1] for done in ends if done), default=0.0)
     busy = [sum(map(clock.duration.__getitem__, row)) for row in rows]
     return Played(
@@ -69,7 +69,7 @@ def play(
 
 
 def place_of_stage(orders: Orders, stages: int) -> tuple[int, ...]:
-    """Where each stage runs, read off the orders; -1 for a stage without any action."""
+    """Return where each stage runs, read off the orders; -1 for a stage without any action."""
     places = [-1] * stages
     for place, row in enumerate(orders):
         for action in row:
@@ -137,7 +137,7 @@ class Clock:
         return tuple(orders)
 
     def run(self, rows: Sequence[Sequence[int]]) -> tuple[list[list[float]], list[list[float]]]:
-        """Starts and ends of each place's actions, as far as they can run; shorter than the row where one waits for ever."""
+        """Starts and ends of each place's actions, as far as they can run; shorter than the row where one waits forever."""
         before, lag, several = self._before, self._lag, self._several
         duration, slot = self.duration, self.slot
         end: list[float] = [-1.0] * (4 * self.cells)
@@ -189,7 +189,7 @@ class Clock:
         return max((done[-1] for done in ends if done), default=0.0)
 
     def sources(self, code: int) -> list[tuple[int, float]]:
-        """What an action waits for on any place: slots, and the seconds that the transfer takes."""
+        """Return what an action waits for on any place: slots, and the seconds that the transfer takes."""
         source = self._before[code]
         if source >= 0:
             return [(source, self._lag[code])]

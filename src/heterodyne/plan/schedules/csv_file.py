@@ -52,7 +52,7 @@ def load_csv(path: Path) -> Orders:
 
 
 def computing(orders: Orders) -> Orders:
-    """What is computed, without the communication: orders as the checker and the lowering take them."""
+    """Return what is computed, without the communication: orders as the checker and the lowering take them."""
     return tuple(tuple(action for action in row if action.kind in _COMPUTING) for row in orders)
 
 

@@ -75,7 +75,7 @@ class _State:
         self._connect(stages, count)
 
     def _connect(self, stages: int, count: int) -> None:
-        """What each forward and each backward still waits for, and when what has come came."""
+        """Note what each forward and each backward still waits for, and when what has come came."""
         work = self.work
         self.readers: list[list[tuple[int, float]]] = [[] for _ in range(stages)]
         self.sources: list[list[tuple[int, float]]] = [[] for _ in range(stages)]
@@ -127,7 +127,7 @@ class _State:
         return backward, forward, soon
 
     def _room(self, place: int, stage: int) -> bool:
-        """Whether a forward fits, and leaves it possible to end all micro-batches, the oldest first (the banker's algorithm)."""
+        """Return whether a forward fits, and leaves it possible to end all micro-batches, the oldest first (the banker's algorithm)."""
         left = self.work.free_bytes[place] - self.spare[place] - self.held[place] - self.first[stage]
         mine = self.stages_of[place]
         if left < 0 or len(mine) == 1:
@@ -148,7 +148,7 @@ class _State:
         return True
 
     def _held_of(self, stage: int, index: int) -> int:
-        """What a stage holds of a micro-batch that has run forward."""
+        """Return what a stage holds of a micro-batch that has run forward."""
         if index < self.weights[stage]:
             return 0
         bytes_ = self.work.held[stage]

@@ -18,7 +18,7 @@ def peak_bytes(orders: Orders, held: Sequence[StageBytes]) -> tuple[int, ...]:
 
 
 def held_along(row: Sequence[Action], held: Sequence[StageBytes]) -> list[int]:
-    """What a place holds while it does each of its actions."""
+    """Return what a place holds while it does each of its actions."""
     ready = {(action.stage, action.index) for action in row if action.kind == "R"}
     pairs = [taken_and_freed(a.kind, held[a.stage], again=(a.stage, a.index) not in ready) for a in row]
     return running_bytes([taken for taken, _ in pairs], [freed for _, freed in pairs])
@@ -41,6 +41,6 @@ def taken_and_freed(kind: str, stage: StageBytes, *, again: bool) -> tuple[int, 
 
 
 def running_bytes(taken: Sequence[int], freed: Sequence[int]) -> list[int]:
-    """What is held during each of a list of actions that take at their start and free at their end."""
+    """Return what is held during each of a list of actions that take at their start and free at their end."""
     before = accumulate((more - less for more, less in zip(taken, freed, strict=True)), initial=0)
     return [held + more for held, more in zip(before, taken, strict=False)]

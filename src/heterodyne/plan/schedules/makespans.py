@@ -5,7 +5,7 @@ before it, so once a round is the one before it, later, so are all that follow, 
 Only the last p - 1 rounds, in which the forwards run out, are played for each count. GPipe of alike micro-batches has a formula.
 
 ZB-H1 and ZB-H2 go in such rounds too. The other schedules are played by their own orders (`steps`), of many micro-batches only
-as many as it takes until they come again. An action waits for none that lies more than `_reach` micro-batches before it; so once all
+as many as it takes until they come again. An action waits for none that is more than `_reach` micro-batches before it; so once all
 between begin and end of the orders are the ones of a round before, later, over as many micro-batches, so are all that follow.
 """
 
@@ -63,7 +63,7 @@ class Makespans:
 
     @cached_property
     def _backward_back(self) -> list[float]:
-        """Of all stages but the last one, from the last to the first."""
+        """The backwards of all stages but the last one, from the last to the first."""
         return self._backward[-2::-1]
 
     @cached_property
@@ -139,7 +139,9 @@ class Makespans:
         return int(min(at_most, *(of_place(around, each) for around, each in self.lines)))
 
     def fewest_actions(self, micro_batches: int) -> int:
-        """Of the orders that `seconds` plays, where it has to play orders: until they may have come to repeat themselves."""
+        """Return the fewest actions of the orders that `seconds` plays, where it has to play orders: until they may have come to repeat
+        themselves.
+        """
         if micro_batches < 1:
             return 0
         kinds = 3 if SCHEDULES[self.schedule].halves else 2
@@ -249,7 +251,7 @@ class Makespans:
         return round_size(self.places, micro_batches) if interleaved else 1
 
     def _reach(self, size: int) -> int:
-        """In micro-batches, at least what lies between an action and what it waits for, and how long the orders begin and end."""
+        """In micro-batches, at least what is between an action and what it waits for, and how long the orders begin and end."""
         return 2 * self.places * (1 if size > 1 or self.chunks == 1 else 2) + (2 * size if self.chunks > 1 else 0)
 
     def _least(self, micro_batches: int, size: int, least: int = 0) -> int:
@@ -275,7 +277,7 @@ class Makespans:
         return later
 
     def _ends(self, micro_batches: int) -> tuple[list[float], Steps]:
-        """When each action ends."""
+        """Return when each action ends."""
         steps = steps_of(self.schedule, self.places, self.chunks, micro_batches)
         self.played[0] += len(steps.rows)
         seconds = [
@@ -321,7 +323,7 @@ class Makespans:
         return backward[0]
 
     def _round(self, number: int) -> tuple[list[float], list[float]]:
-        """When the forwards and backwards of a round end, if forwards never run out."""
+        """Return when the forwards and backwards of a round end, if forwards never run out."""
         rounds = self._rounds
         if not rounds:
             rounds.append(self._first(len(self.stages)))

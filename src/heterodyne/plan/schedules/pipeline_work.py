@@ -42,7 +42,7 @@ class PipelineWork:
         object.__setattr__(self, "freed", [freed for _, freed in pairs])
 
     def fits(self, row: Sequence[int], place: int) -> bool:
-        """Whether a place has the room for its row of codes."""
+        """Return whether a place has the room for its row of codes."""
         along = running_bytes([self.taken[code] for code in row], [self.freed[code] for code in row])
         return max(along, default=0) <= self.free_bytes[place]
 

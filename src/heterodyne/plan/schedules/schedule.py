@@ -53,7 +53,7 @@ class Schedule:
     halves: bool = False
 
     def orders(self, places: int, chunks: int, micro_batches: int) -> Orders:
-        """What each place computes, in order. Raises PlanError if the schedule is not for so many stages a place.
+        """Return what each place computes, in order. Raises PlanError if the schedule is not for so many stages a place.
 
         One stage on one place has nothing to wait for and nobody waits for it, so there the backward follows its forward at once.
         """

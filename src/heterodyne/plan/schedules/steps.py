@@ -33,7 +33,7 @@ class Steps:
 
 @lru_cache(maxsize=128)
 def steps_of(schedule: str, places: int, chunks: int, micro_batches: int) -> Steps:
-    """Of the orders of a named schedule for so many places, stages on each, and micro-batches."""
+    """Return the steps of the orders of a named schedule for so many places, stages on each, and micro-batches."""
     stages = places * chunks
     home = SCHEDULES[schedule].stage_places(places, chunks)
     left = [iter(row) for row in SCHEDULES[schedule].orders(places, chunks, micro_batches)]

@@ -22,7 +22,8 @@ class StageTimes:
 
     @classmethod
     def halved(cls, *, forward_s: float, backward_s: float, recompute_s: float = 0.0) -> StageTimes:
-        """Where it is not known what the halves of a backward take. ``backward_s``: with what is recomputed in it.
+        """Return times for a stage of which it is not known what the halves of a backward take. ``backward_s``: with what is recomputed in
+        it.
 
         The gradients of the weights are taken to be half of the backward: a matrix product has two of its size there, dx = dy w' and
         dw = x' dy. What else there is (attention, norms) has hardly weights, so they are rather less.
@@ -57,7 +58,7 @@ class StageBytes:
 
     @property
     def again(self) -> int:
-        """What R brings back."""
+        """Return what R brings back."""
         return 0 if self.kept is None else self.activation - self.kept
 
 

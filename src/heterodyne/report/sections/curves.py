@@ -44,7 +44,7 @@ def curve_charts(run: Run) -> list[LineChart]:
 
 
 def _curves(name: str, samples: Sequence[BlockSample], colour: int) -> list[Series]:
-    """What was measured as a line with dots; what was only continued from it dashed."""
+    """Return what was measured as a line with dots; what was only continued from it dashed."""
     points = [(float(s.micro_batch_size), s.forward_s + s.backward_s) for s in samples]
     known = sum(not s.extrapolated for s in samples)
     return [

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from heterodyne.report.compare import Comparison
 from heterodyne.report.run import Run
-from heterodyne.report.words import change, digits, efficiency_text, percent, ratio, seconds
+from heterodyne.report.words import change, digits, efficiency_text, percent, plan_in_words, ratio, seconds
 from heterodyne.units import format_count
 
-__all__ = ["key_figures", "status"]
+__all__ = ["key_figures", "plan_section", "status"]
 
 
 def status(run: Run) -> dict[str, str]:
-    """What was trained, on how many devices, and how far the run got."""
+    """Return what was trained, on how many devices, and how far the run got."""
     steps = run.metrics.steps
     facts = []
     model = run.summary.get("model") or (run.job.model.factory or run.job.model.directory if run.job else None)
@@ -72,3 +74,26 @@ def key_figures(run: Run, comparison: Comparison) -> list[dict[str, str]]:
             "note": "samples/s, predicted" if speed_up else "not known: equal shares were not weighed",
         },
     ]
+
+
+def plan_section(run: Run) -> dict[str, Any] | None:
+    """The plan in words and the alternatives as bars of predicted samples/s."""
+    if run.plan is None and not run.candidates:
+        return None
+    best = max((c.samples_per_s for c in run.candidates if c.samples_per_s), default=1.0)
+    chosen = next((c.samples_per_s for c in run.candidates if c.chosen), None)
+    candidates = [
+        {
+            "name": c.name,
+            "step": seconds(c.step_s),
+            "rate": digits(c.samples_per_s),
+            "bar": 100 * c.samples_per_s / best if c.samples_per_s else None,
+            "against": ratio(c.samples_per_s / chosen if c.samples_per_s and chosen else None),
+            "why": c.why,
+            "chosen": c.chosen,
+        }
+        for c in sorted(run.candidates, key=lambda c: -(c.samples_per_s or 0))
+    ]
+    words = plan_in_words(run.plan) if run.plan is not None else ()
+    reason = run.plan.reason if run.plan is not None else ""
+    return {"words": words, "reason": reason, "candidates": candidates}

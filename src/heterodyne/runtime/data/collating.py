@@ -7,10 +7,12 @@ numbers (masked language modelling): then it is called for each sample by itself
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
@@ -21,7 +23,7 @@ from heterodyne.runtime.data.padding import PadTo
 from heterodyne.runtime.data.sample_draws import draws_of, generator_states
 from heterodyne.runtime.data.shared_room import no_shared_room
 
-__all__ = ["Collate", "Collator"]
+__all__ = ["Collate", "Collator", "content_digest"]
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
 Key: TypeAlias = tuple[int, int]
@@ -42,7 +44,7 @@ class Collator:
 
     @property
     def pads_alike(self) -> bool:
-        """Whether the shape of a batch is known not to depend on the lengths in it."""
+        """Return whether the shape of a batch is known not to depend on the lengths in it."""
         return self.collate is default_collate or isinstance(self.collate, PadTo)
 
     def __call__(self, samples: Sequence[Any], keys: Sequence[Key], beside: Any = None) -> Mapping[str, Tensor]:
@@ -114,3 +116,31 @@ def _has_rows(value: object, count: int) -> bool:
 def _named(keys: Sequence[Key]) -> str:
     shown = ", ".join(str(index) for _, index in keys[:_SHOWN]) + (", ..." if len(keys) > _SHOWN else "")
     return f"samples {shown}"
+
+
+def content_digest(value: Any) -> str:
+    """Return a digest of numbers, texts, arrays and tensors, and of what holds them; of anything else its type alone."""
+    digest = hashlib.blake2b(digest_size=16)
+    _add(digest, value)
+    return digest.hexdigest()
+
+
+def _add(digest: hashlib.blake2b, value: Any) -> None:
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+        value = value.float().numpy() if value.dtype.is_floating_point else value.numpy()
+    digest.update(type(value).__name__.encode())
+    if isinstance(value, np.ndarray) and value.dtype.kind != "O":
+        digest.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
+    elif isinstance(value, Mapping):
+        for key in value:
+            _add(digest, key)
+            _add(digest, value[key])
+    elif isinstance(value, list | tuple):
+        digest.update(str(len(value)).encode())
+        for entry in value:
+            _add(digest, entry)
+    elif isinstance(value, bytes):
+        digest.update(value)
+    elif value is None or isinstance(value, str | int | float | bool | np.generic):
+        digest.update(repr(value).encode())

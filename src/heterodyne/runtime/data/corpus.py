@@ -11,13 +11,31 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from heterodyne.errors import DataError
-from heterodyne.text_files import open_regular, require_regular
+from heterodyne.json_files import parse_json
+from heterodyne.text_files import open_regular, read_text, require_regular
 
-__all__ = ["STANDARD_LIBRARY", "Source", "fingerprint", "text_sources"]
+__all__ = [
+    "STANDARD_LIBRARY",
+    "JsonLines",
+    "PaddedDocuments",
+    "Source",
+    "TextFiles",
+    "fingerprint",
+    "reading",
+    "text_sources",
+]
 
 STANDARD_LIBRARY = "stdlib"
 _NOT_OUR_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
@@ -102,7 +120,8 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
     """The files under a directory by rising path; links to directories are not followed, so there are no circles."""
 
     def refuse(error: OSError) -> None:
-        raise DataError(f"data.text: {error.filename} cannot be read ({error.strerror}); grant access or leave it out")
+        with reading(error.filename):
+            raise error
 
     chosen: list[Path] = []
     for folder, folders, files in os.walk(root, onerror=refuse):
@@ -112,11 +131,9 @@ def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
 
 
 def _look_at(path: Path) -> Source:
-    try:
+    with reading(path):
         require_regular(path)
         status = path.stat()
-    except OSError as error:
-        raise DataError(f"data.text: {path} cannot be read ({error.strerror})") from error
     return Source(path=path, bytes=status.st_size, modified_ns=status.st_mtime_ns)
 
 
@@ -127,8 +144,114 @@ def _is_text(path: Path) -> bool:
 
 def _require_readable(path: Path) -> bytes:
     """The first bytes of the file. Raises DataError."""
+    with reading(path), open_regular(path) as file:
+        return file.read(_PROBE_BYTES)
+
+
+@contextmanager
+def reading(path: Path | str) -> Iterator[None]:
+    """Raise DataError, with the path, if it cannot be read in the block."""
     try:
-        with open_regular(path) as file:
-            return file.read(_PROBE_BYTES)
+        yield
     except OSError as error:
         raise DataError(f"data.text: {path} cannot be read ({error.strerror}); grant access or leave it out") from error
+
+
+_LONGEST = 2**28
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TextFiles:
+    """Each file is a document."""
+
+    sources: Sequence[Source]
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __getitem__(self, index: int) -> str:
+        path = self.sources[index].path
+        with reading(path):
+            return read_text(path, most_bytes=2**30, errors="replace")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JsonLines:
+    """Each line that is not empty is a document; they are found by number, so that no file is held in memory.
+
+    Args:
+        field: which holds the text.
+    """
+
+    sources: Sequence[Source]
+    field: str
+
+    @cached_property
+    def _places(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """File, byte and line of each document."""
+        found: list[tuple[int, int, int]] = []
+        for number, source in enumerate(self.sources):
+            begin = 0
+            with open_regular(source.path) as file:
+                for line, content in enumerate(iter(partial(file.readline, _LONGEST + 1), b""), 1):
+                    if len(content) > _LONGEST:
+                        raise DataError(
+                            f"{source.path}:{line}: this line has more than {_LONGEST:,} bytes: a document is a line"
+                        )
+                    if content.strip():
+                        found.append((number, begin, line))
+                    begin += len(content)
+        files, begins, lines = np.asarray(found, dtype=np.int64).reshape(-1, 3).T
+        return files, begins, lines
+
+    def __len__(self) -> int:
+        return len(self._places[0])
+
+    def __iter__(self) -> Iterator[str]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> str:
+        """Raises DataError with file and line if it is no JSON object, or has no such text."""
+        number, begin, line = (int(values[index]) for values in self._places)
+        path = self.sources[number].path
+        with open_regular(path) as file:
+            file.seek(begin)
+            return _text_of(file.readline(), self.field, path, line)
+
+
+def _text_of(content: bytes, field: str, path: Path, line: int) -> str:
+    try:
+        document = parse_json(content.decode("utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path}:{line}: this line is not JSON: {error}") from error
+    text = document.get(field) if isinstance(document, dict) else None
+    if not isinstance(text, str):
+        fields = ", ".join(document) if isinstance(document, dict) else "none"
+        raise DataError(f"{path}:{line}: there is no text in the field {field!r} (it has {fields}): set data.field")
+    return text
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PaddedDocuments:
+    """One document a sample: cut to ``length`` tokens, or filled up to it. What is filled up counts in no loss.
+
+    A sample has ``input_ids``, ``attention_mask`` and ``labels``, int64 [length].
+    """
+
+    documents: TextFiles | JsonLines
+    tokenizer: Any
+    length: int
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = self.tokenizer(self.documents[index], verbose=False)["input_ids"][: self.length]
+        missing = self.length - len(ids)
+        padding = self.tokenizer.pad_token_id
+        fill = padding if padding is not None else self.tokenizer.eos_token_id or 0
+        return {
+            "input_ids": torch.tensor([*ids, *[fill] * missing]),
+            "attention_mask": torch.tensor([*[1] * len(ids), *[0] * missing]),
+            "labels": torch.tensor([*ids, *[-100] * missing]),
+        }

@@ -8,6 +8,7 @@ the samples that it is asked for and no others. What a dataset draws at random (
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -19,7 +20,6 @@ from torch.utils.data import IterableDataset, default_collate
 
 from heterodyne.errors import DataError, HeterodyneError
 from heterodyne.factories import describe_error
-from heterodyne.runtime.data.balance import balanced
 from heterodyne.runtime.data.collating import Collate, Collator
 from heterodyne.runtime.data.order import EpochOrder, Indices, held_out
 from heterodyne.runtime.data.read_ahead import Noted, ReadAhead
@@ -27,7 +27,7 @@ from heterodyne.runtime.data.sample_draws import generators_kept, seed_generator
 from heterodyne.runtime.data.source import ByStep
 from heterodyne.runtime.slices import BatchSource
 
-__all__ = ["DatasetBatch", "DatasetSource", "MapDataset", "is_map_style", "length_of"]
+__all__ = ["DatasetBatch", "DatasetSource", "MapDataset", "balanced", "is_map_style", "length_of"]
 
 
 class MapDataset(Protocol):
@@ -38,7 +38,7 @@ class MapDataset(Protocol):
 
 
 def is_map_style(dataset: object) -> bool:
-    """Whether samples can be asked for by number. (torch's IterableDataset inherits a ``__getitem__`` that raises.)"""
+    """Return whether samples can be asked for by number. (torch's IterableDataset inherits a ``__getitem__`` that raises.)"""
     return not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
 
 
@@ -78,7 +78,7 @@ class DatasetBatch:
         return hashlib.blake2b(self.indices.tobytes() + self.epochs.tobytes(), digest_size=16).hexdigest()
 
     def number_of(self, place: int) -> int:
-        """Which sample of the dataset is at a place of the batch."""
+        """Return which sample of the dataset is at a place of the batch."""
         return int(self.indices[place])
 
     def samples(self, first: int, count: int) -> Mapping[str, Tensor]:
@@ -187,7 +187,7 @@ class DatasetSource(ByStep):
 
     @property
     def identity(self) -> dict[str, str | int]:
-        """What decides the samples at a position."""
+        """Return what decides the samples at a position."""
         return {"dataset": self.name, "samples": self.samples_per_epoch, "seed": self.seed}
 
     def batch(self, step: int) -> BatchSource:
@@ -261,3 +261,30 @@ def _opened_in_a_process(source: DatasetSource, note: Tensor) -> Callable[[int],
     """The batches by step, of a source that notes which sample it reads."""
     noted = replace(source, dataset=Noted(source.dataset, note))
     return lambda step: noted.batch_at(step * noted.batch_size, noted.batch_size)
+
+
+# The samples of a global batch in an order in which every contiguous part has its share of the tokens.
+#
+# A rank takes a contiguous part of the global batch. Where lengths differ, an order by chance gives one rank long samples and
+# another one short ones. Here the tokens of the first k samples are as near to k mean lengths as a greedy choice gets
+# them, so a part of any size, at any place, has tokens in proportion to its samples. The order is a function of the lengths
+# alone and not of the plan: places in the batch, on which dropout masks depend, are the same under every plan.
+def balanced(lengths: Sequence[int]) -> list[int]:
+    """The places of the samples in the new order, a permutation.  # [G] -> [G]
+
+    The tokens of the first k samples differ from k times the mean by at most the largest length: where they are above, there
+    is a sample left that is no longer than the mean, where below, one that is no shorter.
+    """
+    left = sorted(range(len(lengths)), key=lambda place: (lengths[place], place))
+    values = [lengths[place] for place in left]
+    mean = sum(lengths) / max(1, len(lengths))
+    order: list[int] = []
+    given = 0
+    while left:
+        wanted = mean * (len(order) + 1) - given
+        at = bisect_left(values, wanted)
+        if at == len(values) or (at and wanted - values[at - 1] <= values[at] - wanted):
+            at -= 1
+        given += values.pop(at)
+        order.append(left.pop(at))
+    return order

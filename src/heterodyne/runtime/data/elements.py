@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from heterodyne.errors import DataError, HeterodyneError
 from heterodyne.factories import describe_error
-from heterodyne.runtime.data.read_ahead import Failed, Pool
+from heterodyne.runtime.data.read_ahead import Failed, ReaderPool
 from heterodyne.runtime.data.sample_draws import generators_kept, seed_generators
 
 __all__ = ["END", "Elements", "ElementsAhead", "Stream"]
@@ -149,7 +149,7 @@ class ElementsAhead:
         self._elements = elements
         self._chunk = chunk
         self._prefetch = prefetch
-        self._pool: Pool | None = None
+        self._pool: ReaderPool | None = None
         self._given: Mapping[str, Any] | None = None
         self._where = b""
         self._found: list[Any] = []
@@ -170,7 +170,7 @@ class ElementsAhead:
         return element[0]
 
     def state(self) -> dict[str, Any] | None:
-        """Where the next element is, as `Elements.load` finds it; None if the stream cannot say where it is."""
+        """Return where the next element is, as `Elements.load` finds it; None if the stream cannot say where it is."""
         if not self._found:
             self._fetch()
         where = pickle.loads(self._where)
@@ -197,7 +197,7 @@ class ElementsAhead:
         """Take the next chunk. Raises DataError."""
         if self._pool is None:
             chunks = _Chunks(self._elements, self._chunk, self._given)
-            self._pool = Pool(chunks, keys=None, workers=1, prefetch=self._prefetch)
+            self._pool = ReaderPool(chunks, keys=None, workers=1, prefetch=self._prefetch)
             self._pool.restart()
         found = self._pool.next()
         if isinstance(found, Failed):

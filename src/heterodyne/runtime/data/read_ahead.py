@@ -32,7 +32,7 @@ from heterodyne.processes import describe_exit
 from heterodyne.runtime.data.shared_room import no_shared_room
 from heterodyne.runtime.slices import BatchSource
 
-__all__ = ["Failed", "Noted", "Pool", "ReadAhead"]
+__all__ = ["Failed", "Noted", "ReadAhead", "ReaderPool"]
 
 Span: TypeAlias = tuple[int, int]
 Slices: TypeAlias = list[Mapping[str, Tensor]]
@@ -46,7 +46,7 @@ class Failed:
     words: str
 
 
-class Pool:
+class ReaderPool:
     """Processes of this rank that read for it, and the iterator over what they have read.
 
     Args:
@@ -82,7 +82,7 @@ class Pool:
         self._processes: list[Any] = []
 
     def restart(self) -> None:
-        """Begin anew with the keys as they are now."""
+        """Begin again with the keys as they are now."""
         assert self._loader is not None
         before = set(multiprocessing.active_children())
         handler = signal.getsignal(signal.SIGCHLD)
@@ -199,7 +199,7 @@ class _Slices:
 
 
 class _Keys:
-    """From which step on which spans are read, for ever."""
+    """From which step on which spans are read, forever."""
 
     step = 0
     spans: tuple[Span, ...] = ()
@@ -218,7 +218,7 @@ class ReadAhead:
         open: gives the batches by step, in a process of its own, with the note that `Noted` writes.
         workers: processes of this rank.
         prefetch: global batches of which each process has this rank's samples ready.
-        start_method: see `Pool`.
+        start_method: see `ReaderPool`.
     """
 
     def __init__(
@@ -231,9 +231,9 @@ class ReadAhead:
     ) -> None:
         self._keys = _Keys()
         self._make = partial(
-            Pool, _Slices(open), keys=self._keys, workers=workers, prefetch=prefetch, start_method=start_method
+            ReaderPool, _Slices(open), keys=self._keys, workers=workers, prefetch=prefetch, start_method=start_method
         )
-        self._pool: Pool | None = None
+        self._pool: ReaderPool | None = None
         self._step = -1
         self._next = -1
         self._asked: dict[Span, None] = {}

@@ -43,6 +43,6 @@ def seed_generators(*key: int | str) -> None:
 
 
 def generator_states() -> tuple[object, ...]:
-    """Where the generators that `draws_of` seeds are; equal states compare equal."""
+    """Return where the generators that `draws_of` seeds are; equal states compare equal."""
     numpy: Any = np.random.get_state()
     return random.getstate(), numpy[1].tobytes(), numpy[2:], torch.get_rng_state().numpy().tobytes()

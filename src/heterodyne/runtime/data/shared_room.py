@@ -6,7 +6,7 @@ __all__ = ["no_shared_room"]
 
 
 def no_shared_room(error: BaseException) -> str:
-    """What to do, if that is what PyTorch failed for; else ""."""
+    """Return what to do, if that is what PyTorch failed for; else ""."""
     text = str(error)
     if "shared memory" not in text and "torch_shm_manager" not in text:
         return ""

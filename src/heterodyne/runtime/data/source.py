@@ -26,7 +26,7 @@ class DataSource(Protocol):
 
     @property
     def identity(self) -> Mapping[str, str | int]:
-        """What decides the samples at a step. A run is only continued on data of the same identity."""
+        """Return what decides the samples at a step. A run is only continued on data of the same identity."""
 
     def batch(self, step: int) -> BatchSource:
         """The global batch of a step, counted from 0."""
@@ -38,7 +38,7 @@ class DataSource(Protocol):
         """The number of token ids that a model needs; None where that is not known."""
 
     def state_dict(self) -> Mapping[str, Any] | None:
-        """What spares a resumed run to read again what came before; None where nothing would. The same on every rank."""
+        """Return what spares a resumed run to read again what came before; None where nothing would. The same on every rank."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`. Without it the data still finds the position, by reading up to it."""

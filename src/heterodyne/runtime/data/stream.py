@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from heterodyne.errors import DataError
-from heterodyne.runtime.data.collating import Collate, Collator
-from heterodyne.runtime.data.content import content_digest
+from heterodyne.runtime.data.collating import Collate, Collator, content_digest
 from heterodyne.runtime.data.elements import END, Elements, ElementsAhead, Stream
 from heterodyne.runtime.data.packing import row_of, tokens_of
 from heterodyne.runtime.data.sample_draws import generators_kept
@@ -181,7 +180,7 @@ class StreamSource:
 
     @property
     def identity(self) -> dict[str, str | int]:
-        """What decides the samples at a step."""
+        """Return what decides the samples at a step."""
         return {
             "stream": self._name,
             "slots": self._slot_count,
@@ -242,7 +241,7 @@ class StreamSource:
         """A stream does not know what it will give."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Where the stream is, and what the slots hold; None for a stream that does not say where it is."""
+        """Return where the stream is, and what the slots hold; None for a stream that does not say where it is."""
         where = self._elements.state()
         if where is None:
             return None

@@ -132,7 +132,7 @@ class TextData(ByStep):
 
     @property
     def identity(self) -> dict[str, str | int]:
-        """What decides the samples at a position. A run is only continued on data of the same identity."""
+        """Return what decides the samples at a position. A run is only continued on data of the same identity."""
         return {"tokens": self.file.digest, "training_windows": self.samples_per_epoch, "seed": self.seed}
 
     def batch(self, step: int) -> GlobalBatch:

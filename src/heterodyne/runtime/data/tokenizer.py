@@ -31,7 +31,7 @@ _AT_ONCE = 256
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether one was saved there."""
+    """Return whether one was saved there."""
     return any((directory / name).is_file() for name in _FILES)
 
 

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from heterodyne.errors import DataError
 from heterodyne.json_files import parse_json
-from heterodyne.runtime.data.corpus import Source, fingerprint
-from heterodyne.text_files import open_regular, replacing
+from heterodyne.runtime.data.corpus import Source, fingerprint, reading
+from heterodyne.text_files import open_regular, replacing, require_regular
 
-__all__ = ["VOCABULARY", "TokenFile", "let_go_of_pages", "open_cached", "open_tokens", "read_tokens"]
+__all__ = ["VOCABULARY", "TokenFile", "let_go_of_pages", "open_cached", "open_token_file", "open_tokens", "read_tokens"]
 
 VOCABULARY = 256
 SEPARATOR = b"\0"
@@ -58,14 +58,16 @@ class TokenFile:
 
 
 def let_go_of_pages(tokens: NDArray[Any]) -> None:
-    """Of a mapped file, what was read so far: the system keeps it in its cache, and no longer counts it as memory of this process."""
+    """Let go of what was read so far of a mapped file: the system keeps it in its cache, and no longer counts it as memory of this
+    process.
+    """
     mapped = getattr(tokens, "_mmap", None)
     if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
         mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def open_tokens(sources: Sequence[Source], cache: Path, *, say: Callable[[str], None]) -> TokenFile:
-    """The tokens of these files, from the cache if it has them whole, else read anew; ``say`` is told why.
+    """The tokens of these files, from the cache if it has them whole, else read again; ``say`` hears why.
 
     Raises DataError if a source cannot be read or the cache cannot be written.
     """
@@ -171,20 +173,61 @@ def _finish(file: BinaryIO, source_hash: str, dtype: str) -> None:
 
 
 def _copy(source: Path, into: BinaryIO) -> None:
-    try:
+    with reading(source):
         file = open_regular(source)
-    except OSError as error:
-        raise DataError(
-            f"data.text: {source} cannot be read ({error.strerror}); grant access or leave it out"
-        ) from error
     with file:
         while chunk := file.read(CHUNK_BYTES):
             into.write(chunk)
 
 
 def _hash(file: BinaryIO) -> str:
-    """Of everything from here to the end."""
+    """Return a hash of everything from here to the end."""
     digest = hashlib.blake2b(digest_size=32)
     while chunk := file.read(CHUNK_BYTES):
         digest.update(chunk)
+    return digest.hexdigest()
+
+
+_PROBE = 1 << 20
+
+
+def open_token_file(path: Path, *, dtype: str = "uint16") -> TokenFile:
+    """The tokens of a file: all documents one after the other, with what separates them.
+
+    Args:
+        dtype: of a ``.bin``, which does not say it; a ``.npy`` does.
+
+    Raises DataError for a file that is not there, or is no row of whole numbers.
+    """
+    try:
+        require_regular(path)
+        size = path.stat().st_size
+        if path.suffix == ".npy":
+            tokens = np.lib.format.open_memmap(path, mode="r")  # unlike np.load, it takes no archive and no pickle
+        elif not size or size % np.dtype(dtype).itemsize:
+            raise DataError(
+                f"data.tokens: {path} has {size} bytes, which is no whole number of {dtype} tokens: it was cut short, or holds others "
+                "(data.token_dtype)"
+            )
+        else:
+            tokens = np.memmap(path, dtype=dtype, mode="r")
+    except OSError as error:
+        raise DataError(f"data.tokens: {path} cannot be read ({error.strerror or error}); correct the path") from error
+    except ValueError as error:
+        raise DataError(
+            f"data.tokens: {path} has {size} bytes and is no whole .npy file: it was cut short, or is something else; write it with "
+            "numpy.save"
+        ) from error
+    if tokens.ndim != 1 or tokens.dtype.kind not in "ui" or not len(tokens):
+        raise DataError(
+            f"data.tokens: {path} holds {tokens.dtype} {list(tokens.shape)}; give one row of whole numbers, of which there are some"
+        )
+    return TokenFile(path=path, tokens=tokens, digest=_digest(tokens), vocabulary=None, unit="tokens")
+
+
+def _digest(tokens: NDArray[Any]) -> str:
+    """Return a hash of its length and of three parts of it, for it may be too long to be read whole."""
+    digest = hashlib.blake2b(f"{tokens.dtype} {len(tokens)}".encode(), digest_size=32)
+    for first in (0, max(0, len(tokens) // 2), max(0, len(tokens) - _PROBE)):
+        digest.update(np.ascontiguousarray(tokens[first : first + _PROBE]).tobytes())
     return digest.hexdigest()

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from heterodyne.errors import CaptureError
 from heterodyne.runtime.comm.process_group import ProcessGroup
-from heterodyne.runtime.exact.interception import Interception, batch_norms
+from heterodyne.runtime.exact.interception import BatchNormCall, Interception, batch_norms
 
 __all__ = ["GlobalBatchNorm"]
 
@@ -47,31 +47,22 @@ class GlobalBatchNorm(Interception):
         """To be called before the forward of each micro-batch."""
         self._forwards, self._calls = self._forwards + 1, 0
 
-    def _batch_norm(
-        self,
-        input: Tensor,  # [N, C, ...]
-        running_mean: Tensor | None,  # [C]
-        running_var: Tensor | None,  # [C]
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        if not training:
-            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    def _batch_norm(self, call: BatchNormCall) -> Tensor:
         self._calls += 1
         place = (self._forwards * _MOST_CALLS + self._calls) % _PLACES
-        count, mean, var = _global_statistics(input.detach(), self._process_group, place)
+        count, mean, var = _global_statistics(call.input.detach(), self._process_group, place)
         if count < 2:
             raise ValueError(
-                f"batch norm needs more than one value per channel in training, over all workers; got {tuple(input.shape)}"
+                f"batch norm needs more than one value per channel in training, over all workers; got {tuple(call.input.shape)}"
             )
+        running_mean, running_var = call.running_mean, call.running_var
         if running_mean is not None and running_var is not None:
             with torch.no_grad():
-                running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-                running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
-        normalised: Tensor = _Normalise.apply(input, weight, bias, mean, var, eps, count, self._process_group)  # type: ignore[no-untyped-call]
+                running_mean.lerp_(mean.to(running_mean.dtype), call.momentum)
+                running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), call.momentum)
+        normalised: Tensor = _Normalise.apply(
+            call.input, call.weight, call.bias, mean, var, call.eps, count, self._process_group
+        )  # type: ignore[no-untyped-call]
         return normalised
 
 

@@ -1,7 +1,7 @@
 """Dropout whose masks belong to the samples, not to the plan.
 
 `SampleDropout` is a function mode: while it is active, dropout takes its masks from an integer hash of (seed, step, call in
-the forward, global sample, element of the sample). So a sample meets the same masks on one device, under any plan, on CPU and
+the forward, global sample, element of the sample). So a sample gets the same masks on one device, under any plan, on CPU and
 CUDA alike, and after a resume; which makes dropout as exact as everything else. The hash is the 32-bit mixer "lowbias32" of
 Chris Wellons (hash-prospector), fed with two 32-bit keys a row.
 
@@ -55,8 +55,8 @@ _SOME: ContextVar[range | None] = ContextVar("some", default=None)
 
 @contextmanager
 def in_part(dim: int, first: int, full: int) -> Iterator[None]:
-    """What is drawn for a tensor inside is a slice of what the whole tensor would be given: in ``dim`` (counted from 0), from place
-    ``first`` on of ``full`` places. One in another: a slice in several dims.
+    """Draw for a tensor inside a slice of what the whole tensor would be given: in ``dim`` (counted from 0), from place ``first`` on of
+    ``full`` places. One in another: a slice in several dims.
     """
     token = _PARTS.set((*_PARTS.get(), _Part(dim, first, full)))
     try:
@@ -66,7 +66,7 @@ def in_part(dim: int, first: int, full: int) -> Iterator[None]:
 
 
 def turn_to(some: range | None) -> None:
-    """What is drawn from here on is for these samples of the micro-batch only, counted from 0; None: for all of them.
+    """Draw from here on for these samples of the micro-batch only, counted from 0; None: for all of them.
 
     The parts of a micro-batch may take turns. It holds in this thread, until the next forward, recomputation or backward begins.
     """
@@ -113,7 +113,7 @@ class Draws:
 class SampleDropout(Interception):
     """While active (`forward`, `backward`), dropout is a function of the samples.
 
-    Recomputation (`torch.utils.checkpoint`) meets the masks of its forward: a call is known again by the state of torch's
+    Recomputation (`torch.utils.checkpoint`) gets the masks of its forward: a call is known again by the state of torch's
     generator, which checkpointing restores. So the mode is kept active in the backward too.
     """
 
@@ -222,7 +222,7 @@ class SampleDropout(Interception):
         return _scaled(weights, kept, dropout_p, False).to(value.dtype) @ value
 
     def _kept(self, shape: torch.Size, p: float) -> Tensor:
-        """Which elements stay: bool of that shape, True with probability 1 - p."""
+        """Return which elements stay: bool of that shape, True with probability 1 - p."""
         bits = self._bits(shape)
         # As signed 32-bit numbers, hashes lie evenly in [-2^31, 2^31); the lowest p of them are dropped.
         threshold = round(p * 2**32) - 2**31
@@ -281,7 +281,7 @@ def draw_call_number() -> int:
 
 
 def draws_call_number(func: object, args: Sequence[object]) -> bool:
-    """Whether an operator is that of `draw_call_number`."""
+    """Return whether an operator is that of `draw_call_number`."""
     return func is torch.ops.aten.randint.default and bool(args) and args[0] == _CALL_NUMBERS
 
 

@@ -22,13 +22,12 @@ from heterodyne.loss_count import LossCount
 from heterodyne.model_output import LOSS
 from heterodyne.plan.lower import lower
 from heterodyne.runtime.comm.communicator import Communicator
-from heterodyne.runtime.exact.finding import BAR, Finding, Form
-from heterodyne.runtime.exact.kept import changed_names, kept_tensors
+from heterodyne.runtime.exact.finding import Finding, Form
 from heterodyne.runtime.exact.one_device import one_device_plan, places_to_cut
 from heterodyne.runtime.exact.parts import nothing_from_python
-from heterodyne.runtime.exact.small_batch import EMPTY, SmallBatch, small_batch
-from heterodyne.runtime.exact.verify import compare
-from heterodyne.runtime.exact.zeros import wake_batch, wake_buffers, wake_weights
+from heterodyne.runtime.exact.same_again import MOST_NAMES, changed_names, kept_tensors, words_of_second_call
+from heterodyne.runtime.exact.small_batch import EMPTY, SmallBatch, small_batch, wake_batch, wake_buffers, wake_weights
+from heterodyne.runtime.exact.verify import BAR, compare, gradients_after, rounding_bar
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.forward import Forward
 from heterodyne.runtime.stages.stage_builder import StagePrograms
@@ -39,9 +38,7 @@ from heterodyne.units import format_seconds
 __all__ = ["compare_forms"]
 
 _ROUNDINGS = 16.0
-_MOST_NAMES = 3
 _RUNS = 4  # in one piece, twice, in parts, cut
-_BAR_ELSEWHERE = 2e-3  # accelerators add in another order each time
 
 Gradients = dict[str, Tensor]
 
@@ -161,16 +158,11 @@ class _Forms:
                 "run that line, and each micro-batch would run it once more. Change weights outside of forward, once a step, or compute "
                 "what is used from them: w = normalize(self.weight)"
             )
-        bar = BAR if self._device.type == "cpu" else _BAR_ELSEWHERE
-        if self._finite and not compare(*again, *self._reference).largest <= bar:
+        if self._finite and not compare(*again, *self._reference).largest <= rounding_bar(self._device):
             names = changed_names(before, kept_tensors(self._module))
             self._require_batch_untouched()
-            where = f" It sets {', '.join(map(repr, names[:_MOST_NAMES]))} in forward." if names else ""
             raise VerifyError(
-                f"{self._graph.name} gives a loss of {again[0]:.6g} when it is called a second time on the same samples, and gave "
-                f"{self._reference[0]:.6g} the first time: it, or the loss function, keeps something from one call to the next.{where} "
-                "Each device calls it for its own parts of a batch, so the copies would drift apart. Pass what the next call needs as an "
-                "input of the batch, or change it outside of forward, once a step"
+                words_of_second_call(self._graph.name, first=self._reference[0], again=again[0], names=names)
             )
 
     def _require_batch_untouched(self) -> None:
@@ -178,7 +170,7 @@ class _Forms:
         written = [name for name, tensor in self._batch.tensors.items() if tensor._version]
         if written:
             raise VerifyError(
-                f"{self._graph.name} writes into {', '.join(map(repr, written[:_MOST_NAMES]))} of its batch in forward, and gives "
+                f"{self._graph.name} writes into {', '.join(map(repr, written[:MOST_NAMES]))} of its batch in forward, and gives "
                 "something else when it is called with that batch again, as where blocks are recomputed. Make a new tensor: x = x * 2 in "
                 "place of x.mul_(2) or x *= 2"
             )
@@ -226,7 +218,7 @@ class _Forms:
 
     @property
     def _epsilon(self) -> float:
-        """Of the coarsest numbers that the model computes with."""
+        """The rounding of the coarsest numbers that the model computes with."""
         names = {spec.dtype for op in self._graph.ops for spec in op.outputs} | {
             p.dtype for p in self._graph.parameters
         }
@@ -256,18 +248,16 @@ class _Forms:
     def _plain(self) -> tuple[float, Gradients]:
         """One call of the module on all samples, and one backward."""
         self._restore()
-        parameters = trainable_parameters(self._module, self._graph)
-        for parameter in parameters.values():
-            parameter.grad = None
         forward = Forward(self._module, self._graph, device=self._device, precision="fp32", seed=0)
         draws = forward.draws(0, range(self._batch.size))
-        with nothing_from_python():
-            loss = forward.loss(self._batch.tensors, draws)
-        forward.backward(loss, 1.0, draws)
-        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        for parameter in parameters.values():
-            parameter.grad = None
-        return loss.item(), gradients
+
+        def run() -> float:
+            with nothing_from_python():
+                loss = forward.loss(self._batch.tensors, draws)
+            forward.backward(loss, 1.0, draws)
+            return loss.item()
+
+        return gradients_after(run, trainable_parameters(self._module, self._graph))
 
     def _run(self, starts: Sequence[int]) -> tuple[float, Gradients]:
         """By a worker that has the device to itself."""

@@ -7,6 +7,7 @@ call what must be replaced, `Interception` runs the same code with the mode stil
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from heterodyne.eager import without_overrides
 
-__all__ = ["Function", "Interception", "batch_norms"]
+__all__ = ["BatchNormCall", "Function", "Interception", "batch_norms"]
 
 Function = Callable[..., Any]
 
@@ -47,8 +48,36 @@ class Interception(TorchFunctionMode):
             return function(*args, **kwargs)
 
 
-def batch_norms(handler: Function) -> dict[Function, Function]:
-    """The functions of torch that compute BatchNorm, each handled by a function with the arguments of ``F.batch_norm``."""
+@dataclass(frozen=True)
+class BatchNormCall:
+    """What BatchNorm is called with. ``input``: [N, C, ...]; statistics, weight and bias: [C]."""
+
+    input: Tensor
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    momentum: float
+    eps: float
+
+
+def batch_norms(in_training: Callable[[BatchNormCall], Tensor]) -> dict[Function, Function]:
+    """Return handlers for the functions of torch that compute BatchNorm: ``in_training`` where it takes statistics of its input."""
+
+    def batch_norm(
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+        cudnn_enabled: bool = True,  # noqa: ARG001  # it decides which kernel runs
+    ) -> Tensor:
+        if not training:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        return in_training(BatchNormCall(input, running_mean, running_var, weight, bias, momentum, eps))
 
     def in_the_order_of_torch(
         input: Tensor,
@@ -56,11 +85,9 @@ def batch_norms(handler: Function) -> dict[Function, Function]:
         bias: Tensor | None,
         running_mean: Tensor | None,
         running_var: Tensor | None,
-        training: bool,
-        momentum: float,
-        eps: float,
-        cudnn_enabled: bool,  # noqa: ARG001  # it decides which kernel runs
-    ) -> Any:
-        return handler(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        *options: Any,
+        **named: Any,
+    ) -> Tensor:
+        return batch_norm(input, running_mean, running_var, weight, bias, *options, **named)
 
-    return {F.batch_norm: handler, torch.batch_norm: in_the_order_of_torch}
+    return {F.batch_norm: batch_norm, torch.batch_norm: in_the_order_of_torch}

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from heterodyne.errors import CaptureError, DataError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.loss_count import LossCount
-from heterodyne.runtime.exact.parts import MOST_SAMPLES, rounding_bar
-from heterodyne.runtime.exact.weighting import known_loss, weighted_sum
+from heterodyne.runtime.exact.parts import MOST_SAMPLES
+from heterodyne.runtime.exact.verify import rounding_bar
+from heterodyne.runtime.exact.weighting import sum_of_parts
 from heterodyne.runtime.slices import BatchSource, as_source, union
 from heterodyne.runtime.stages.forward import Forward, Precision
 
@@ -50,7 +51,7 @@ class LaterBatches:
 
     @property
     def asks(self) -> bool:
-        """Whether parts can be compared with the whole: BatchNorm would count these calls in its statistics."""
+        """Return whether parts can be compared with the whole: BatchNorm would count these calls in its statistics."""
         return not self._graph.batch_statistics
 
     def require(self, source: BatchSource, own: Sequence[tuple[int, int]], step: int) -> None:
@@ -106,18 +107,15 @@ class LaterBatches:
 
     def _loss(self, source: BatchSource, first: int, sizes: Sequence[int]) -> float | None:
         """The weighted sum over parts of these sizes, from sample ``first`` on; None where nothing in them counts."""
-        spans = list(pairwise(accumulate(sizes, initial=first)))
-        parts = [source.samples(start, stop - start) for start, stop in spans]
-        own = [self._count.statistics(part, size, self._buffers) for part, size in zip(parts, sizes, strict=True)]
-        batch = torch.stack(own).sum(0)
-        if not self._count.is_defined(batch):
-            return None
-        weights = [self._count.weight(each, batch) for each in own]
-        losses = [
-            self._forward.loss(part, self._forward.draws(0, range(*span))).item()
-            for span, part in zip(spans, parts, strict=True)
-        ]
-        return known_loss(torch.tensor(weighted_sum(weights, losses), dtype=torch.float64))
+        spans = pairwise(accumulate(sizes, initial=first))
+        parts = [(range(start, stop), source.samples(start, stop - start)) for start, stop in spans]
+        summed = sum_of_parts(
+            self._count,
+            parts,
+            self._buffers,
+            lambda inputs, samples, _: self._forward.loss(inputs, self._forward.draws(0, samples)).item(),
+        )
+        return None if summed is None else summed[0]
 
 
 def _chosen(samples: int, step: int) -> list[int]:

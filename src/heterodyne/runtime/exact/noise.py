@@ -1,7 +1,7 @@
 """Random numbers that belong to the samples: what a model draws beside dropout (stochastic depth, noise, samples of a distribution).
 
 `SampleNoise` stands in for torch's own functions while `SampleDropout` is active. It makes uniform, normal and whole numbers out of
-the hash bits of each element, so a sample meets the same noise under any plan.
+the hash bits of each element, so a sample gets the same noise under any plan.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SampleNoise:
         self._bits = bits
 
     def handlers(self) -> dict[Function, Function]:
-        """What to call in place of what."""
+        """Return what to call in place of what."""
         return {
             torch.rand: _made(self._uniform),
             torch.randn: _made(self._normal),

@@ -33,7 +33,7 @@ def one_device_plan(graph: ModelGraph, cluster: Cluster, starts: Sequence[int], 
 
 
 def places_to_cut(graph: ModelGraph) -> list[int]:
-    """Where to try to cut, the border of blocks that is nearest to the middle of the work first."""
+    """Return where to try to cut, the border of blocks that is nearest to the middle of the work first."""
     borders = [block.start for block in graph.blocks if block.start] or (
         [len(graph.ops) // 2] if len(graph.ops) > 1 else []
     )

@@ -28,24 +28,17 @@ from heterodyne.errors import CaptureError, HeterodyneError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.loss_count import LossCount
 from heterodyne.runtime.exact.dropout import draws_call_number
-from heterodyne.runtime.exact.interception import Interception, batch_norms
-from heterodyne.runtime.exact.verify import Comparison, compare
-from heterodyne.runtime.exact.weighting import known_loss, weighted_sum
+from heterodyne.runtime.exact.interception import BatchNormCall, Interception, batch_norms
+from heterodyne.runtime.exact.same_again import changed_names, kept_tensors, words_of_second_call
+from heterodyne.runtime.exact.verify import GradientErrors, compare, gradients_after, rounding_bar
+from heterodyne.runtime.exact.weighting import sum_of_parts
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.forward import Forward, Precision
 from heterodyne.runtime.weights.trainable import trainable_parameters
 
-__all__ = ["MOST_SAMPLES", "Seen", "nothing_from_python", "rounding_bar", "run_in_parts"]
+__all__ = ["MOST_SAMPLES", "Seen", "nothing_from_python", "run_in_parts"]
 
 MOST_SAMPLES = 8
-# How far rounding alone may go: on accelerators the size of a batch decides which kernel runs, and in what precision.
-_BARS = {("cpu", "fp32"): 1e-5, ("cpu", "bf16"): 3e-2, ("cpu", "fp16"): 3e-2}
-_BARS_ELSEWHERE = {"fp32": 2e-3, "bf16": 3e-2, "fp16": 3e-2}
-
-
-def rounding_bar(device: torch.device, precision: Precision) -> float:
-    """The relative difference up to which two orders of the same additions may differ."""
-    return _BARS.get((device.type, precision), _BARS_ELSEWHERE[precision])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +74,7 @@ def run_in_parts(
         )
     run = _Run(module, source, graph=graph, loss_count=loss_count, device=device, precision=precision)
     whole = run.on([samples])
-    run.require_same_again(whole, run.on([samples]))
+    run.require_same_again(whole, samples)
     for sizes in _partitions(samples):
         run.require_equal(whole, run.on(sizes), sizes)
     return run.seen()
@@ -127,29 +120,20 @@ class _Run:
 
     def on(self, sizes: Sequence[int]) -> _Result:
         """Forward and backward of parts of these sizes, one after the other."""
-        spans = list(pairwise(accumulate(sizes, initial=0)))
-        parts = [self._source.samples(first, last - first) for first, last in spans]
+        spans = pairwise(accumulate(sizes, initial=0))
+        parts = [(range(first, last), self._source.samples(first, last - first)) for first, last in spans]
         buffers = dict(self._module.named_buffers())
-        own = [self._count.statistics(part, size, buffers) for part, size in zip(parts, sizes, strict=True)]
-        batch = torch.stack(own).sum(0)
-        if not self._count.is_defined(batch):
+        summed, gradients = gradients_after(
+            lambda: sum_of_parts(self._count, parts, buffers, self._backward), self._parameters
+        )
+        if summed is None:
             raise CaptureError(
                 "nothing in the example batch counts by loss_count, so its loss tells nothing: take another"
             )
-        for parameter in self._parameters.values():
-            parameter.grad = None
-        weights = [self._count.weight(each, batch) for each in own]
-        losses = [
-            self._backward(part, range(*span), weight) for span, part, weight in zip(spans, parts, weights, strict=True)
-        ]
-        gradients = {n: _dense(n, p.grad).cpu() for n, p in self._parameters.items() if p.grad is not None}
-        return _Result(
-            loss=known_loss(torch.tensor(weighted_sum(weights, losses), dtype=torch.float64)),
-            gradients=gradients,
-            losses=losses,
-        )
+        loss, losses = summed
+        return _Result(loss=loss, gradients=gradients, losses=losses)
 
-    def _backward(self, part: Mapping[str, Tensor], samples: range, weight: float) -> float:
+    def _backward(self, part: Mapping[str, Tensor], samples: Sequence[int], weight: float) -> float:
         draws = self._forward.draws(0, samples)
         norms = _FixedBatchNorm()
         with self._unchanged(), nothing_from_python(), self._watch, norms, run_eager():
@@ -166,14 +150,12 @@ class _Run:
             self._forward.backward(loss, weight, draws)
         return loss.item()
 
-    def require_same_again(self, whole: _Result, again: _Result) -> None:
+    def require_same_again(self, whole: _Result, samples: int) -> None:
+        before = kept_tensors(self._module)
+        again = self.on([samples])
         if not compare(again.loss, again.gradients, whole.loss, whole.gradients).largest <= self._bar:
-            raise CaptureError(
-                f"the loss of {self._graph.name} is {again.loss:.7g} in a second call on the same samples, and was {whole.loss:.7g} in the "
-                "first: it, or the loss function, keeps something from one call to the next. Each device calls it for its own parts of a "
-                "batch, so the copies would drift apart. Pass what the next call needs as an input of the batch, or change it outside of "
-                "forward, once a step"
-            )
+            names = changed_names(before, kept_tensors(self._module))
+            raise CaptureError(words_of_second_call(self._graph.name, first=whole.loss, again=again.loss, names=names))
 
     def require_equal(self, whole: _Result, parts: _Result, sizes: Sequence[int]) -> None:
         found = compare(parts.loss, parts.gradients, whole.loss, whole.gradients)
@@ -233,22 +215,11 @@ class _FixedBatchNorm(Interception):
         self.took_gradient = True
         return torch.autograd.grad(*args, **options)
 
-    def _batch_norm(
-        self,
-        input: Tensor,  # [N, C, ...]
-        running_mean: Tensor | None,  # [C]
-        running_var: Tensor | None,  # [C]
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        if not training:
-            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        self.calls.append((input.shape[1], id(running_mean)))
-        mean = torch.zeros(input.shape[1], dtype=torch.float32, device=input.device)
-        return F.batch_norm(input, mean, torch.ones_like(mean), weight, bias, False, 0.0, eps)
+    def _batch_norm(self, call: BatchNormCall) -> Tensor:
+        channels = call.input.shape[1]
+        self.calls.append((channels, id(call.running_mean)))
+        mean = torch.zeros(channels, dtype=torch.float32, device=call.input.device)
+        return F.batch_norm(call.input, mean, torch.ones_like(mean), call.weight, call.bias, False, 0.0, call.eps)
 
 
 class _RandomOps(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not say
@@ -317,20 +288,12 @@ def _require_no_sync_batch_norm(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.SyncBatchNorm):
             raise CaptureError(
-                f"{name!r} is a SyncBatchNorm, which meets the other ranks by itself, whatever samples they have. Write BatchNorm: its "
+                f"{name!r} is a SyncBatchNorm, which communicates with the other ranks, whatever samples they have. Write BatchNorm: its "
                 "statistics are taken over all devices"
             )
 
 
-def _dense(name: str, gradient: Tensor) -> Tensor:
-    if gradient.is_sparse:
-        raise CaptureError(
-            f"{name!r} has a sparse gradient, and gradients are reduced in flat buckets: make its embedding with sparse=False"
-        )
-    return gradient.detach()
-
-
-def _difference(found: Comparison, bar: float, whole: _Result, parts: _Result) -> str:
+def _difference(found: GradientErrors, bar: float, whole: _Result, parts: _Result) -> str:
     if not found.loss <= bar:
         return f"the loss of the whole is {whole.loss:.7g}, that of the parts together {parts.loss:.7g}"
     name, error = found.gradients[0]

@@ -7,14 +7,23 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from heterodyne.errors import DataError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.loss_count import LossCount
 from heterodyne.runtime.slices import BatchSource, union
 
-__all__ = ["EMPTY", "Empty", "SmallBatch", "small_batch", "without_counts"]
+__all__ = [
+    "EMPTY",
+    "Empty",
+    "SmallBatch",
+    "small_batch",
+    "wake_batch",
+    "wake_buffers",
+    "wake_weights",
+    "without_counts",
+]
 
 Empty: TypeAlias = Literal["made up", "found", "none"]
 """Which sample that counts nothing a small batch has: one with other labels if the batch has none, one of the batch, none."""
@@ -124,7 +133,7 @@ def _values(tensor: Tensor) -> Iterator[float]:
 
 
 def _counted(part: Mapping[str, Tensor], samples: int, loss_count: LossCount, buffers: Mapping[str, Tensor]) -> int:
-    """How many of the statistics of some samples, their number left out, are not 0.
+    """Return how many of the statistics of some samples, their number left out, are not 0.
 
     On the host: a value that is no label of the model's must not reach a device, where it may end more than this.
     """
@@ -141,3 +150,47 @@ def _repeated(source: BatchSource, graph: ModelGraph) -> SmallBatch:
     if graph.random or graph.loss.reduction == "coupled":
         return SmallBatch(tensors=_samples(source, graph, few), parts=(_OF_STATISTICS,))
     return SmallBatch(tensors=_samples(source, graph, few * 3), parts=(_OF_STATISTICS, 2 * _OF_STATISTICS))
+
+
+def wake_weights(module: nn.Module) -> None:
+    """Give weights that begin as zero (of adapters, of heads) small random values: a zero hides the gradients of all before it."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.is_floating_point() and _is_zero(parameter):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
+
+def wake_buffers(module: nn.Module, graph: ModelGraph) -> list[str]:
+    """Give buffers that are zero, and that the graph computes with, other values; return their names.
+
+    An integer is woken where it is alone: it counts steps. Statistics of BatchNorm are not read in training.
+    """
+    read = {name for op in graph.ops if op.name not in graph.batch_statistics for name in op.parameters}
+    woken = []
+    for name, buffer in module.named_buffers():
+        if name in read and _is_zero(buffer) and (buffer.is_floating_point() or _is_a_count(buffer)):
+            with torch.no_grad():
+                buffer.copy_(_woken_values(buffer))
+            woken.append(name)
+    return woken
+
+
+def wake_batch(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return other values for the entries of a batch that are numbers and all zero."""
+    return {n: _woken_values(tensor) for n, tensor in batch.items() if tensor.is_floating_point() and _is_zero(tensor)}
+
+
+def _is_zero(tensor: Tensor) -> bool:
+    return bool(tensor.numel()) and not tensor.any()
+
+
+def _is_a_count(tensor: Tensor) -> bool:
+    return tensor.numel() == 1 and tensor.dtype is not torch.bool
+
+
+def _woken_values(tensor: Tensor) -> Tensor:
+    """Positive, so that roots and logarithms stay defined, and below 1, as shares and probabilities are."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(tensor.shape, generator=generator) * 0.1 + 0.05 if tensor.is_floating_point() else torch.ones(1)
+    return values.reshape(tensor.shape).to(tensor)

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from heterodyne.errors import DataError, PlanError
+from heterodyne.errors import CaptureError, DataError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.loss_count import LossCount
 from heterodyne.plan.placement import Placement
-from heterodyne.runtime.exact.weighting import known_loss, weighted_sum
+from heterodyne.runtime.exact.weighting import sum_of_parts
 from heterodyne.runtime.slices import GlobalBatchLike, as_source, union
 from heterodyne.runtime.stages.forward import Forward, Precision
 from heterodyne.runtime.weights.trainable import trainable_parameters
 
-__all__ = ["Comparison", "compare", "one_device_gradients"]
+__all__ = ["BAR", "GradientErrors", "compare", "gradients_after", "one_device_gradients", "rounding_bar"]
 
-NOTHING = 1e-6
+BAR = 1e-5  # of fp32 on the host: another order of the same additions
+_BAR_ELSEWHERE = 2e-3  # on accelerators the size of a batch decides which kernel runs, and in what precision
+_BAR_OF_HALF = 3e-2
+_NOTHING = 1e-6
+
+Result = TypeVar("Result")
+
+
+def rounding_bar(device: torch.device, precision: Precision = "fp32") -> float:
+    """Return the relative difference up to which two orders of the same additions may differ."""
+    if precision != "fp32":
+        return _BAR_OF_HALF
+    return BAR if device.type == "cpu" else _BAR_ELSEWHERE
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class GradientErrors:
     """Relative errors. ``gradients``: (parameter, error), the largest first."""
 
     loss: float
@@ -31,7 +44,7 @@ class Comparison:
 
     @property
     def largest(self) -> float:
-        """Of loss and gradients; not a number if any of them is not."""
+        """The largest error of loss and gradients; not a number if any of them is not."""
         return max([self.loss, *(error for _, error in self.gradients)], key=_rank)
 
 
@@ -55,39 +68,56 @@ def one_device_gradients(
     source = as_source(batch, graph)
     pieces = placement.micro_steps() if graph.batch_statistics else (((0, source.size),),)
     parameters = trainable_parameters(module, graph)
-    for parameter in parameters.values():
-        parameter.grad = None
     forward = Forward(module, graph, device=device, precision=precision, seed=seed)
-    inputs = [union(source, spans, graph) for spans in pieces]
-    sizes = [sum(size for _, size in spans) for spans in pieces]
+    parts = [
+        ([sample for first, size in spans for sample in range(first, first + size)], union(source, spans, graph))
+        for spans in pieces
+    ]
     if graph.loss.reduction == "terms" and len(pieces) > 1:
         raise PlanError(
             "the loss has terms with denominators of their own, and the model mixes samples (BatchNorm), so one device can only follow "
             "a plan with one micro-step: give the plan fewer, larger micro-batches"
         )
-    buffers = dict(module.named_buffers())
-    own = [loss_count.statistics(part, size, buffers) for part, size in zip(inputs, sizes, strict=True)]
-    whole = torch.stack(own).sum(0)
-    if not loss_count.is_defined(whole):
-        raise DataError("no sample of the batch has a label that the loss counts, so its mean does not exist")
-    weights = [loss_count.weight(each, whole) for each in own]
-    losses = []
-    for spans, part, weight in zip(pieces, inputs, weights, strict=True):
-        samples = [sample for first, size in spans for sample in range(first, first + size)]
+
+    def run(inputs: Mapping[str, Tensor], samples: Sequence[int], weight: float) -> float:
         draws = forward.draws(step, samples)
-        of_part = forward.loss(part, draws)
-        forward.backward(of_part, weight, draws)
-        losses.append(of_part.item())
-    loss = known_loss(torch.tensor(weighted_sum(weights, losses), dtype=torch.float64))
-    gradients = {name: p.grad.detach().cpu() for name, p in parameters.items() if p.grad is not None}
+        loss = forward.loss(inputs, draws)
+        forward.backward(loss, weight, draws)
+        return loss.item()
+
+    summed, gradients = gradients_after(
+        lambda: sum_of_parts(loss_count, parts, dict(module.named_buffers()), run), parameters
+    )
+    if summed is None:
+        raise DataError("no sample of the batch has a label that the loss counts, so its mean does not exist")
+    return summed[0], gradients
+
+
+def gradients_after(
+    run: Callable[[], Result], parameters: Mapping[str, nn.Parameter]
+) -> tuple[Result, dict[str, Tensor]]:
+    """Return what ``run`` returns, and the gradients that it leaves, on the host; ``p.grad`` is None before and after.
+
+    Raises CaptureError for a sparse gradient.
+    """
     for parameter in parameters.values():
         parameter.grad = None
-    return loss, gradients
+    result = run()
+    gradients = {}
+    for name, parameter in parameters.items():
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise CaptureError(
+                f"{name!r} has a sparse gradient, and gradients are reduced in flat buckets: make its embedding with sparse=False"
+            )
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad.detach().cpu()
+        parameter.grad = None
+    return result, gradients
 
 
 def compare(
     loss: float, gradients: Mapping[str, Tensor], reference_loss: float, reference: Mapping[str, Tensor]
-) -> Comparison:
+) -> GradientErrors:
     """The relative error of the loss and of each gradient: norm of the difference over norm of the reference, in float64.
 
     A gradient whose norm is below 1e-6 of that of all gradients together is zero up to rounding (the bias in front of a norm, the
@@ -100,10 +130,10 @@ def compare(
     for name in reference.keys() | gradients.keys():
         norm = norms.get(name, 0.0)
         difference = _norm(_or_zero(gradients, name, reference) - _or_zero(reference, name, gradients))
-        scale = norm if norm > NOTHING * whole else whole
+        scale = norm if norm > _NOTHING * whole else whole
         errors.append((name, difference / scale if scale else difference))
     gap = abs(loss - reference_loss)
-    return Comparison(
+    return GradientErrors(
         loss=gap / abs(reference_loss) if reference_loss else gap,
         gradients=tuple(sorted(errors, key=lambda entry: (-_rank(entry[1]), entry[0]))),
     )

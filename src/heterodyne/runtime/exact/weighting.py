@@ -12,7 +12,7 @@ those of the whole batch, and every weight is 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -23,7 +23,7 @@ from heterodyne.loss_count import LossCount
 from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.slices import BatchSource
 
-__all__ = ["Weights", "known_loss", "part_statistics", "weighted_sum"]
+__all__ = ["Weights", "known_loss", "part_statistics", "sum_of_parts", "weighted_sum"]
 
 
 class Weights:
@@ -69,17 +69,17 @@ class Weights:
 
     @cached_property
     def is_defined(self) -> bool:
-        """Whether something in the whole batch counts."""
+        """Return whether something in the whole batch counts."""
         return self._count.is_defined(self._whole)
 
     @property
     def total(self) -> float:
-        """What the loss counts in the global batch: samples or tokens."""
+        """Return what the loss counts in the global batch: samples or tokens."""
         return self._count.total(self._whole)
 
     @cached_property
     def divisors(self) -> Mapping[str, Tensor]:
-        """What stages are given beside the inputs of the model, where the terms of the loss have denominators of their own."""
+        """Return what stages are given beside the inputs of the model, where the terms of the loss have denominators of their own."""
         return self._count.divisors(self._whole) if self._count.split else {}
 
     def of(self, index: int) -> float:
@@ -108,6 +108,29 @@ def part_statistics(
     return slices, [
         count.statistics(slices[index], size, buffers) if size else nothing for index, (_, size) in enumerate(spans)
     ]
+
+
+def sum_of_parts(
+    count: LossCount,
+    parts: Sequence[tuple[Sequence[int], Mapping[str, Tensor]]],
+    buffers: Mapping[str, Tensor],
+    run: Callable[[Mapping[str, Tensor], Sequence[int], float], float],
+) -> tuple[float, list[float]] | None:
+    """Run the parts of a batch one after the other; return the loss of the whole, and that of each part.
+
+    Args:
+        parts: of each, the places of its samples in the batch, and its inputs.
+        run: from inputs, places and weight of a part to its loss.
+
+    Returns None, and runs nothing, where nothing in the parts counts. Raises DataError as `known_loss` does.
+    """
+    own = [count.statistics(inputs, len(samples), buffers) for samples, inputs in parts]
+    whole = torch.stack(own).sum(0)
+    if not count.is_defined(whole):
+        return None
+    weights = [count.weight(each, whole) for each in own]
+    losses = [run(inputs, samples, weight) for (samples, inputs), weight in zip(parts, weights, strict=True)]
+    return known_loss(torch.tensor(weighted_sum(weights, losses), dtype=torch.float64)), losses
 
 
 def weighted_sum(weights: Sequence[float], losses: Sequence[float]) -> tuple[float, float]:

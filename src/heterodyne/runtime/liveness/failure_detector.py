@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from heterodyne.runtime.liveness.members import Member
 
-__all__ = ["BETWEEN_STEPS", "LIFE", "Calls", "Failure", "FailureDetector", "Heartbeat", "Life", "WatchLimits"]
+__all__ = ["BETWEEN_STEPS", "LIFE", "CallProgress", "Failure", "FailureDetector", "Heartbeat", "Life", "WatchLimits"]
 
 BETWEEN_STEPS = "between steps"
 """The state in which a device does what the caller gives it, of which nothing is known here."""
@@ -43,7 +43,7 @@ class WatchLimits:
         stuck_factor: as many times the longest action seen of that worker, if that is more than `stuck_s`.
         phase_s: the longest that a phase may take unless it says otherwise; also for the very first action.
         raised_s: how long others may be in a call that raised an error on one rank, until that is taken for an error of that rank alone.
-        call_s: how long a worker waits in a call that others have not come to before people are told.
+        call_s: how long a worker waits in a call that others have not come to before people are informed.
         publish_s: how long a worker that gives up stays to let the others read why; rank 0 keeps the store.
         rescue_s: how long a worker that ends for a lack of memory waits for the others to write what they hold.
         handle_s: how long the main thread may take to end by itself once it asked who is at fault.
@@ -63,7 +63,7 @@ class WatchLimits:
 
     @property
     def longest_round_s(self) -> float:
-        """What a late round of the detector counts for at most."""
+        """Return what a late round of the detector counts for at most."""
         return 4 * self.interval_s
 
     @property
@@ -71,13 +71,13 @@ class WatchLimits:
         return max(self.silence_s, self.phase_silence_s)
 
     def patience_s(self, silence_s: float, late_s: float, life: Life = "unknown") -> float:
-        """How long a silence is borne where signs of life came so late before: a starved worker is not a dead one."""
+        """Return how long a silence is borne where signs of life came so late before: a starved worker is not a dead one."""
         borne_s = silence_s + _LATE_FACTOR * late_s
         return _ALIVE_FACTOR * borne_s if life in ("alive", "connected") else borne_s
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class CallProgress:
     """The calls that a worker makes and every other one makes too, in the same order: the latest, by number and name, and the one before.
 
     ``inside``: it has not come back from the latest yet. ``raised``: the latest that ended with an error, and which one.
@@ -90,10 +90,10 @@ class Calls:
     raised: int = 0
     error: str = ""
 
-    def begun(self, words: str) -> Calls:
+    def begun(self, words: str) -> CallProgress:
         return replace(self, number=self.number + 1, latest=words, before=self.latest, inside=True)
 
-    def ended(self, error: BaseException | None = None) -> Calls:
+    def ended(self, error: BaseException | None = None) -> CallProgress:
         after = replace(self, inside=False)
         if error is None:
             return after
@@ -126,7 +126,7 @@ class Heartbeat:
     state: str
     age_s: float
     limit_s: float
-    calls: Calls = Calls()
+    calls: CallProgress = CallProgress()
     call_age_s: float = 0.0
     late_s: float = 0.0
 
@@ -134,7 +134,7 @@ class Heartbeat:
     def of(cls, fields: Sequence[Any]) -> Heartbeat:
         """The inverse of `fields`."""
         calls, *own = fields
-        return cls(**dict(zip(_HEARTBEAT, own, strict=True)), calls=Calls(*calls))
+        return cls(**dict(zip(_HEARTBEAT, own, strict=True)), calls=CallProgress(*calls))
 
     def fields(self) -> list[Any]:
         """Its values without their names, as JSON, and seconds in few digits: they are sent each second."""
@@ -208,7 +208,7 @@ class FailureDetector:
         """Take in the newest heartbeat of each worker that is watched (those of before may be repeated) at local time `now`.
 
         Args:
-            relayed: some of the others, of which another worker told.
+            relayed: some of the others, that another worker reported.
             heard: how many workers there are of which anything is known; None: those given.
         """
         passed = min(now - self._now, self._limits.longest_round_s)

@@ -42,7 +42,7 @@ class Member:
         return f"rank {self.rank} on {self.host} (process {self.pid})"
 
     def process_status(self) -> str | None:
-        """What the operating system says of the process (``running``, ``stopped``...); None if it is gone.
+        """Return what the operating system says of the process (``running``, ``stopped``...); None if it is gone.
 
         Only for a member whose `machine` is the caller's.
         """

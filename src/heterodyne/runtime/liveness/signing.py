@@ -35,7 +35,7 @@ class SignedStore:
         self._store.set(key, self._signed(key, value))
 
     def get(self, key: str) -> str | None:
-        """What was signed under a key; None where there is nothing, or something that this run has not signed."""
+        """Return what was signed under a key; None where there is nothing, or something that this run has not signed."""
         return self.get_all([key])[0]
 
     def get_all(self, keys: Sequence[str]) -> list[str | None]:

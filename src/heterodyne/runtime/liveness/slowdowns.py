@@ -72,7 +72,7 @@ class Slowdowns:
         self.reset()
 
     def reset(self) -> None:
-        """What a step does is another from here on, so that others are its first ones. Every rank calls it before the same step."""
+        """Take the steps from here on as the first ones, since what a step does is another. Every rank calls it before the same step."""
         self._steps = 0
         self._first: list[tuple[int, float]] = []  # elements that were read, and seconds of passes
         self._latest: deque[tuple[int, float]] = deque(maxlen=IN_A_ROW + 1)
@@ -101,7 +101,7 @@ class Slowdowns:
 
     @property
     def suspects(self) -> bool:
-        """Whether this rank, which is the first, has seen steps in a row that are off."""
+        """Return whether this rank, which is the first, has seen steps in a row that are off."""
         if self._communicator.rank or self._pace_s is None or self._steps < self._looked + APART:
             return False
         if len(self._paces) < IN_A_ROW:

@@ -1,7 +1,7 @@
 """Who reads the signs of life of whom: each worker those of a few, and what it hands on of theirs has a bound, whatever their number.
 
 The ranks are a tree with rank 0 at its root. A worker reads what its children and its parent say. With its own sign of life it hands on
-those of its subtree from which a fault between any two ranks is told: the root judges as if it had read them all, a few rounds later.
+those of its subtree from which a fault between any two ranks is found: the root judges as if it had read them all, a few rounds later.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Report:
 
 
 def telling(heartbeats: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
-    """Those from which the others' faults would be told as well: who waits longest, works longest, waits least, is furthest behind, has
+    """Those from which the others' faults would be found as well: who waits longest, works longest, waits least, is furthest behind, has
     raised an error, has left, and one for each call that they are in or after.
     """
     there = {rank: b for rank, b in heartbeats.items() if b.kind != "left"}

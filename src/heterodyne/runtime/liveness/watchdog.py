@@ -26,7 +26,7 @@ from heterodyne.runtime.liveness.device_queue import DeviceQueue, Held
 from heterodyne.runtime.liveness.failure_detector import (
     BETWEEN_STEPS,
     LIFE,
-    Calls,
+    CallProgress,
     Failure,
     FailureDetector,
     Heartbeat,
@@ -98,7 +98,7 @@ class Watchdog:
         self._device: DeviceQueue | None = None
         self._rescue: Callable[[], None] | None = None
         self._phases = 0  # that have begun and not ended
-        self._calls = Calls()
+        self._calls = CallProgress()
         self._trace = ""  # of the error of a call, which the script may catch
         self._raised: int | None = None  # the number of the latest call, if it raised an error
         self._raised_by_all = 0  # the number of the latest call that raised one on every rank
@@ -156,7 +156,7 @@ class Watchdog:
         self._device = device
 
     def before_out_of_memory(self, rescue: Callable[[], None]) -> None:
-        """What this worker does before it ends because any worker is out of memory; from any thread, and perhaps twice."""
+        """Set what this worker does before it ends because any worker is out of memory; from any thread, and perhaps twice."""
         self._rescue = rescue
 
     def progress(self, state: str) -> None:
@@ -182,7 +182,7 @@ class Watchdog:
 
     @contextmanager
     def calling(self, words: str) -> Iterator[None]:
-        """A call that every rank makes, in the same order; the others are told its name and its number.
+        """A call that every rank makes, in the same order; the others are sent its name and its number.
 
         Raises WorkerError where the call before raised an error here, and not on every rank: the messages of this call would be taken for
         some of that one.
@@ -225,7 +225,7 @@ class Watchdog:
         return True
 
     def blame(self) -> WorkerError | None:
-        """Who is at fault, for a main thread that got an error from a collective; None if everybody seems well.
+        """Return who is at fault, for a main thread that got an error from a collective; None if everybody seems well.
 
         It waits until that is clear: the time of silence after which a worker counts as lost, at most.
         """
@@ -259,7 +259,7 @@ class Watchdog:
         self._doing = (kind, state, now, self._limit_s(kind))
 
     def _limit_s(self, kind: Kind) -> float:
-        """How long an action of that kind may take: nothing is known before the first one has ended."""
+        """Return how long an action of that kind may take: nothing is known before the first one has ended."""
         longest_s = self._longest_s["work"] if kind == "work" else max(self._longest_s.values())
         if self._longest_s[kind] == 0:
             return self._limits.phase_s
@@ -384,14 +384,14 @@ class Watchdog:
             self._asleep_s = max(late_s, self._asleep_s * _FORGET)
 
     def _after_sleep(self) -> Failure | None:
-        """What is wrong where this worker was given no time for so long that the others have ended without it."""
+        """Return what is wrong where this worker was given no time for so long that the others have ended without it."""
         asleep_s = max(self._asleep_s, time.monotonic() - self._looked_s - self._limits.interval_s / 2)
         if asleep_s < self._limits.silence_s / 2:
             return None
         return self._blame(self._members[self._rank], f"had no time of its machine for {asleep_s:.0f} s: {_ASLEEP}")
 
     def _is_silent(self, stalled_s: float) -> bool:
-        """Whether the store does not answer, for longer than the slowest of the workers that it serves is given."""
+        """Return whether the store does not answer, for longer than the slowest of the workers that it serves is given."""
         limits, late_s = self._limits, max(self._lateness.values())
         if stalled_s <= limits.patience_s(limits.longest_silence_s, late_s):
             return False
@@ -399,9 +399,7 @@ class Watchdog:
         return stalled_s > limits.patience_s(limits.longest_silence_s, late_s, life)
 
     def _life(self, rank: int) -> Life:
-        """Of a worker on this machine the operating system knows whether it is stopped, or gets some time now and then; of others, whether
-        they are there.
-        """
+        """Return whether a worker on this machine is stopped, or gets some time now and then; of others, whether they are there."""
         member = self._members[rank]
         if member.machine != self._members[self._rank].machine:
             return "connected" if self._is_connected(rank) else "unknown"
@@ -415,7 +413,7 @@ class Watchdog:
         return "alive" if status is not None and now - when < self._limits.silence_s else "unknown"
 
     def _gone(self, detector: FailureDetector) -> Failure | None:
-        """Of the workers on this machine the operating system knows at once; of those on others, who keeps the store."""
+        """Return the first worker that is gone: the operating system knows those on this machine, who keeps the store those on others."""
         mine = self._members[self._rank].machine
         for member in self._members:
             if member.rank == self._rank or self._has_left(member.rank):

@@ -44,17 +44,17 @@ class Compared:
         self._sent = communicator.control.all_reduce(self._sums) if self._ranks > 1 else None
 
     def equal(self) -> bool:
-        """Whether all ranks have seen the same."""
+        """Return whether all ranks have seen the same."""
         _, _, *sums = self._received()
         # Of equal digests, and of no others, the squares are so large (Cauchy-Schwarz).
         return all(ranks * squares == total**2 for ranks, total, squares in (sums[:3], sums[3:6], sums[6:]))
 
     def look(self) -> bool:
-        """Whether any rank asks for weights to be compared; alone it has nobody to compare them with."""
+        """Return whether any rank asks for weights to be compared; alone it has nobody to compare them with."""
         return self._ranks > 1 and self._received()[0] > 0
 
     def suspected(self) -> bool:
-        """Whether any rank does."""
+        """Return whether any rank does."""
         return self._received()[1] > 0
 
     def _received(self) -> list[int]:

@@ -14,9 +14,10 @@ from types import FunctionType
 
 from torch import nn
 
+from heterodyne.around_model import HOOKS
 from heterodyne.code_read import CodeRead, is_users
 from heterodyne.runtime.recapture.values_read import are_equal
-from heterodyne.runtime.recapture.walk import CALLED, HOOKS, Walk, quoted
+from heterodyne.runtime.recapture.walk import CALLED, Walk, quoted
 
 __all__ = ["Change", "ReadState", "State"]
 
@@ -119,7 +120,7 @@ class ReadState:
         return walk
 
     def is_same(self) -> bool:
-        """Whether nothing has changed since `take`, as far as identities and versions tell."""
+        """Return whether nothing has changed since `take`, as far as identities and versions tell."""
         for renew in self._renewed:
             renew()
         return self._walk.is_same()

@@ -48,12 +48,12 @@ class ReplacedBuffers:
 
     @property
     def changes(self) -> list[Change]:
-        """Of all that were put in the place of others since the model was distributed."""
+        """Return the changes of all that were put in the place of others since the model was distributed."""
         return list(self._changes.values())
 
     @property
     def whole(self) -> Mapping[str, Tensor]:
-        """Of the same, tensors of their whole shapes on the meta device."""
+        """Return, for the same, tensors of their whole shapes on the meta device."""
         return MappingProxyType(self._whole)
 
     def take_over(self) -> None:

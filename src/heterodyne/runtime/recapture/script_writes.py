@@ -70,7 +70,7 @@ class ScriptWrites:
 
     @contextmanager
     def excepted(self) -> Iterator[None]:
-        """What writes to weights and state inside is the runtime: it brings ranks that do not train up to date."""
+        """Take what writes to weights and state inside for the runtime: it brings ranks that do not train up to date."""
         written, same = self._names(), self._versions == _versions(self._optimizer)
         try:
             yield
@@ -78,7 +78,7 @@ class ScriptWrites:
             self._except(written, same=same)
 
     def found_before(self) -> None:
-        """What has written to weights and state since the last `find` is the runtime."""
+        """Take what has written to weights and state since the last `find` for the runtime."""
         self._except(self._written, same=not self.state)
 
     def _except(self, written: Iterable[str], *, same: bool) -> None:

@@ -37,7 +37,7 @@ class Compared(Protocol):
     """What no identity and no version tells, so that its values are compared at each step."""
 
     def is_still(self) -> bool:
-        """Whether it is as it was."""
+        """Return whether it is as it was."""
 
 
 class SameTensor:

@@ -53,7 +53,7 @@ class Numbers(Protocol):
     def names(self) -> Sequence[str]: ...
 
     def hold(self, values: Mapping[str, int | float]) -> bool:
-        """Whether the graph holds for these values."""
+        """Return whether the graph holds for these values."""
 
     def tensors(self, values: Mapping[str, int | float]) -> Mapping[str, Tensor]:
         """Return what the graph is given beside the batch."""
@@ -91,7 +91,7 @@ class Capture:
             left.follow(model)
 
     def holds(self, captured: State, now: State, *, modes: bool) -> bool:
-        """Whether it is that of the model in the state ``now``, too; it was made in the state ``captured``."""
+        """Return whether it is that of the model in the state ``now``, too; it was made in the state ``captured``."""
         changes = captured.changes(now, modes=modes)
         if not changes or self.numbers is None:
             return not changes
@@ -204,7 +204,7 @@ class Variants:
 
     @property
     def running(self) -> Variant:
-        """What ran in the latest step."""
+        """Return what ran in the latest step."""
         return self._training.variant
 
     def leave(self) -> None:
@@ -221,14 +221,14 @@ class Variants:
         self.running.capture.follow(self._module)  # which is seen before the next step, whose forward may read it
 
     def are_same(self) -> bool:
-        """Whether modules, parameters and all that forward and loss read are what they were at the last look in training."""
+        """Return whether modules, parameters and all that forward and loss read are what they were at the last look in training."""
         return not self._unsure and self._training.read.is_same()
 
     def step(self, number: int, *, same: bool | None = None, suspects: bool = False) -> Step:
-        """What the next step runs. Raises PlanError, on all ranks, for a change that cannot be followed.
+        """Return what the next step runs. Raises PlanError, on all ranks, for a change that cannot be followed.
 
         ``same``: what `are_same` has just said, if it was asked.
-        ``suspects``: this rank suspects that something is slower, which all are told with the rest.
+        ``suspects``: this rank suspects that something is slower, which all hear with the rest.
         """
         seen = self._training
         before, changed = seen.read.state, self._look(seen, same)
@@ -261,7 +261,7 @@ class Variants:
             self._switched(seen.variant)
 
     def evaluation(self) -> tuple[Variant, Mapping[str, Tensor]]:
-        """What runs in evaluation, and the numbers that it is given; the module is in that mode. Raises PlanError as `step` does."""
+        """Return what runs in evaluation, and the numbers that it is given; the module is in that mode. Raises PlanError as `step` does."""
         before, seen = self._start, self._evaluating
         if seen is None:
             self._replaced.take_over()
@@ -286,7 +286,7 @@ class Variants:
         )
 
     def _look(self, seen: _Seen, same: bool | None = None) -> bool:
-        """Whether anything is another than at the last look in this mode."""
+        """Return whether anything is another than at the last look in this mode."""
         if (seen.read.is_same() if same is None else same) and seen.replaced == self._replaced.count:
             return False
         self._replaced.take_over()
@@ -365,7 +365,8 @@ class Variants:
             )
         if self._in_a_row > MOST_IN_A_ROW:
             raise PlanError(
-                f"{words}: it is another before each of {MOST_IN_A_ROW + 1} steps in a row, and for each value the model is captured anew, "
+                f"{words}: it is another before each of {MOST_IN_A_ROW + 1} steps in a row, and for each value the model is "
+                "captured again, "
                 "which takes seconds. Make it an entry of the batch, or a buffer (register_buffer) that is written to between steps "
                 "(in 'with trainer.whole_weights():' under a plan that cuts the model)"
             )
@@ -375,7 +376,7 @@ class Variants:
             made = self._make(capture, assignment)
             self._together(made.batches.prepare, words, remedy)
         self._known = [(self._start, self.first), *([(state, made), *self._known[:-1]][: MOST - 1])]
-        self._say(f"{words}: captured anew in {format_seconds(time.perf_counter() - started_s)}")
+        self._say(f"{words}: captured again in {format_seconds(time.perf_counter() - started_s)}")
         return made
 
     def _capture_now(self, words: str) -> tuple[Capture, Assignment]:

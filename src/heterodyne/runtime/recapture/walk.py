@@ -26,6 +26,7 @@ from torch._subclasses import FakeTensor
 from torch.nn import functional
 from torch.nn.modules import module as module_hooks
 
+from heterodyne.around_model import HOOKS, OF_TORCH
 from heterodyne.code_read import CodeRead, around_of, environment_of, is_users, looks_globals_up
 from heterodyne.runtime.recapture.values_read import (
     ClassOf,
@@ -38,21 +39,19 @@ from heterodyne.runtime.recapture.values_read import (
     SameVariable,
 )
 
-__all__ = ["CALLED", "HOOKS", "Walk", "quoted"]
+__all__ = ["CALLED", "Walk", "quoted"]
 
 CALLED = (FunctionType, BuiltinFunctionType, MethodType, MethodWrapperType)
 _PLAIN = (bool, int, float, complex, Number, str, bytes, type(None), Enum, range, slice, torch.Size)
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 _MANY = 256  # longer lists are data
 _DEEP = 12  # of objects and containers in each other
-_OF_TORCH: Final = frozenset(vars(nn.Module()))
 _BYTES = (array, bytearray)
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 _CONTAINERS = (Mapping, *_SEQUENCES, *_SETS)
 _HOLDERS = (SimpleNamespace, Namespace, local)
 """Classes of the standard library whose objects have as attributes what the user puts there."""
-HOOKS: Final = tuple(key for key in _OF_TORCH if key.endswith("_hooks") and "state_dict" not in key)
 
 
 class Walk:
@@ -140,7 +139,7 @@ class Walk:
                 self._mode(_joined(path, key), own, kind)
             elif key in HOOKS:
                 self._hooks(_joined(path, key), value)
-            elif key not in _OF_TORCH and self._is_read(key, users=users):
+            elif key not in OF_TORCH and self._is_read(key, users=users):
                 self._attribute(_joined(path, key), own, key, value)
         for table in (module._parameters, module._buffers):
             self._tables(path, table, outside=id(module) not in self._of_model)
@@ -151,7 +150,7 @@ class Walk:
         self._of_classes(path, kind, own, _DEEP)
 
     def _of_classes(self, path: str, kind: type, own: Mapping[str, Any], deep: int) -> None:
-        """What its classes have as attributes that code names, and as methods."""
+        """Note what its classes have as attributes that code names, and as methods."""
         for base in (base for base in kind.__mro__ if base not in (nn.Module, object)):
             for key, value in list(vars(base).items()):
                 if key in self._code.names and key not in own and not key.startswith("__") and _is_value(value):
@@ -159,7 +158,7 @@ class Walk:
             self._methods(base)
 
     def _methods(self, base: type) -> None:
-        """What a class of the user has as methods and properties, and one of a library as ``forward``, once for each class."""
+        """Note what a class of the user has as methods and properties, and one of a library as ``forward``, once for each class."""
         if id(base) in self._seen:
             return
         self._seen.add(id(base))
@@ -199,7 +198,7 @@ class Walk:
         self.values[f"the hooks in {name!r}"] = tuple(map(SameFunction, table.values()))
 
     def _is_read(self, key: str, *, users: bool) -> bool:
-        """Whether code names it, or torch calls it; what is private to a library is its own affair."""
+        """Return whether code names it, or torch calls it; what is private to a library is its own affair."""
         if key == "forward" or (users and self._code.computed):
             return True
         return key in (self._code.own if key.startswith("_") else self._code.names)
@@ -312,7 +311,7 @@ class Walk:
             self._of_classes(name, type(value), own, deep)
 
     def _names_of(self, name: str, place: type | ModuleType, deep: int) -> None:
-        """What a class or a module has that code reads by name; of a library's, numbers and functions, and of modules in it."""
+        """Note what a class or a module has that code reads by name; of a library's, numbers and functions, and of modules in it."""
         users = is_users(place)
         for base in place.__mro__[:-1] if isinstance(place, type) else (place,):
             if users and isinstance(base, type):
@@ -409,7 +408,7 @@ def quoted(name: str) -> str:
 
 
 def _is_of_torch(value: object) -> bool:
-    """Whether it is a module of torch. What others than torch and the user have in modules may be loaded when it is first read."""
+    """Return whether it is a module of torch. What others than torch and the user have in modules may be loaded when it is first read."""
     return isinstance(value, ModuleType) and value.__name__.partition(".")[0] == "torch"
 
 
@@ -422,5 +421,5 @@ def _is_value(value: object) -> bool:
 
 
 def _asks_more(kind: type) -> bool:
-    """Whether the mode of a library's module may decide more than what its ops do: any that is not torch's own."""
+    """Return whether the mode of a library's module may decide more than what its ops do: any that is not torch's own."""
     return not kind.__module__.startswith("torch.nn.")

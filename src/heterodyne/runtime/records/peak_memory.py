@@ -13,7 +13,7 @@ __all__ = ["forget_peak_memory", "peak_memory_bytes"]
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Count anew from here: what planning and measuring used is not what training needs. Where the system cannot, it stays."""
+    """Count again from here: what planning and measuring used is not what training needs. Where the system cannot, it stays."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
         return

@@ -102,7 +102,7 @@ class Recorder:
         return event
 
     def during(self, action: Action, lane: Lane = "compute") -> AbstractContextManager[None]:
-        """What happens inside is that action: work on the lane ``compute``, or waiting for a message on ``comm``."""
+        """Record what happens inside as that action: work on the lane ``compute``, or waiting for a message on ``comm``."""
         return _During(self, action, lane) if self.on else _NOTHING
 
     def ended(self, action: Action, lane: Lane, start: Moment) -> None:
@@ -132,7 +132,7 @@ class Recorder:
         return sum(max(0.0, _between_s(m.start, m.end)) for m in marks)
 
     def events(self) -> tuple[Event, ...]:
-        """Of the latest steps, in seconds since the epoch of this host's clock. The host waits for its device."""
+        """Return the events of the latest steps, in seconds since the epoch of this host's clock. The host waits for its device."""
         last = None
         if any(step.origin is not None for step in self._steps):
             last = self._event_now()

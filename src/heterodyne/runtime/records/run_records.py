@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from heterodyne.job import MetricsSection
+from heterodyne.run_directory import RunDirectory
 from heterodyne.runtime.records.metrics import Line, MetricsFile, Slower, StepRecord, Validation, tracked
 from heterodyne.runtime.records.progress import Reporter
-from heterodyne.runtime.records.run_directory import RunDirectory
 from heterodyne.runtime.records.trackers.trackers import Trackers
 from heterodyne.runtime.step_result import StepResult
 from heterodyne.tracker_options import TrackerOptions

@@ -50,12 +50,12 @@ class Shortage:
 
     @property
     def usable_bytes(self) -> int:
-        """What the process was seen to have."""
+        """Return what the process was seen to have."""
         return self.used_bytes + self.free_bytes
 
     @property
     def needed_bytes(self) -> int:
-        """What it would have had to have at that moment."""
+        """Return what it would have had to have at that moment."""
         return self.used_bytes + self.asked_bytes
 
     def __str__(self) -> str:

@@ -54,7 +54,7 @@ class WorkerEnvironment:
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> WorkerEnvironment | None:
-        """What the launcher said, or None if no launcher started this process.
+        """Return what the launcher said, or None if no launcher started this process.
 
         Args:
             variables: the environment; None: that of the process.
@@ -167,7 +167,7 @@ def _secret(given: Mapping[str, str]) -> str:
 
 
 def _first_node(nodes: str) -> str:
-    """Of Slurm's list of nodes: ``gpu[03-07,9],cpu1`` gives ``gpu03``."""
+    """Return the first of Slurm's list of nodes: ``gpu[03-07,9],cpu1`` gives ``gpu03``."""
     name, bracket, inside = nodes.partition("[")
     if not bracket or "," in name:
         return nodes.partition(",")[0]
@@ -175,7 +175,9 @@ def _first_node(nodes: str) -> str:
 
 
 def _tasks_of_node(counts: str, node_rank: int) -> int:
-    """Of Slurm's list of the tasks of each node: ``2(x3),1`` has 2 for the first three and 1 for the next. Raises WorkerError."""
+    """Return the tasks of a node in Slurm's list of those of each: ``2(x3),1`` has 2 for the first three and 1 for the next. Raises
+    WorkerError.
+    """
     nodes = 0
     for part in counts.split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)

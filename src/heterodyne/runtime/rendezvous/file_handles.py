@@ -1,4 +1,4 @@
-"""How many files and connections a worker may have open: looked at before it meets the others, while there are enough left to say so."""
+"""How many files and connections a worker may have open: looked at before it joins the others, while there are enough left to say so."""
 
 from __future__ import annotations
 

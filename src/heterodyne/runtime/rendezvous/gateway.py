@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar, cast
 
-from heterodyne.runtime.rendezvous.handshake import HandshakeError, as_client, as_server
+from heterodyne.runtime.rendezvous.run_secret import HandshakeError, as_client, as_server
 from heterodyne.runtime.rendezvous.store_port import LOOPBACK, StorePort, is_own
 
 __all__ = ["Gateway", "StoreDoor", "Tunnel"]
@@ -228,7 +228,7 @@ class Tunnel(_Listener):
 
     @property
     def is_connected(self) -> bool:
-        """Whether a connection through the gateway is open."""
+        """Return whether a connection through the gateway is open."""
         return self._open > 0
 
     def wait_until_closed(self, seconds: float) -> bool:

@@ -27,10 +27,8 @@ from heterodyne.processes import to_standard_error
 from heterodyne.runtime.liveness.signing import SignedStore
 from heterodyne.runtime.rendezvous.environment import SECRET_VARIABLE, WorkerEnvironment
 from heterodyne.runtime.rendezvous.gateway import Gateway, StoreDoor, Tunnel
-from heterodyne.runtime.rendezvous.handshake import HandshakeError, SecretError
-from heterodyne.runtime.rendezvous.listening import is_loopback, listening_socket
-from heterodyne.runtime.rendezvous.own_secret import secret_of_user
-from heterodyne.runtime.rendezvous.store_port import LOOPBACK, StorePort
+from heterodyne.runtime.rendezvous.run_secret import HandshakeError, SecretError, secret_of_user
+from heterodyne.runtime.rendezvous.store_port import LOOPBACK, StorePort, is_loopback, listening_socket
 from heterodyne.runtime.rendezvous.waiting import WAITING_EVERY_S, Waiting
 
 __all__ = ["RunStore", "kept_store", "open_store"]
@@ -231,7 +229,7 @@ class _Opening:
         time.sleep(_POLL_S)
 
     def _answers(self) -> bool:
-        """Whether anybody listens there. Asked apart from torch, whose client fills the terminal while it waits."""
+        """Return whether anybody listens there. Asked apart from torch, whose client fills the terminal while it waits."""
         with suppress(OSError), socket.create_connection((self._address, self._port), timeout=5.0):
             return True
         return False
@@ -283,7 +281,7 @@ def _require_resolved(environment: WorkerEnvironment, patience_s: float) -> None
 
 
 def _within(seconds: float, make: Callable[[], TCPStore]) -> TCPStore:
-    """What it makes. Raises RuntimeError if that takes longer: before a program that is no store, torch's client waits for ever."""
+    """Return what it makes. Raises RuntimeError if that takes longer: before a program that is no store, torch's client waits forever."""
     made: Future[TCPStore] = Future()
 
     def run() -> None:

@@ -7,14 +7,17 @@ connects. Anybody on the machine can read which ports are open, so that a port c
 from __future__ import annotations
 
 import ctypes
+import errno
+import ipaddress
 import socket
 import struct
 import sys
 import threading
+from collections.abc import Callable
 
 import psutil
 
-__all__ = ["LOOPBACK", "StorePort", "is_own"]
+__all__ = ["LOOPBACK", "StorePort", "is_loopback", "is_own", "listening_socket"]
 
 LOOPBACK = "127.0.0.1"
 _ATTACH_FILTER = 26  # SO_ATTACH_FILTER of Linux, which the socket module does not name
@@ -83,7 +86,8 @@ class StorePort:
 
 
 def is_own(peer: tuple[str, int], here: tuple[str, int]) -> bool:
-    """Whether the other end of a connection that was accepted ``here`` is this process: anybody on the machine can connect to its ports."""
+    """Return whether the other end of a connection that was accepted ``here`` is this process: anybody on the machine can connect to its
+    ports."""
     own = psutil.Process().net_connections("tcp")
     return any((_v4(each.laddr), _v4(each.raddr)) == (peer, here) for each in own if each.raddr)
 
@@ -91,3 +95,38 @@ def is_own(peer: tuple[str, int], here: tuple[str, int]) -> bool:
 def _v4(end: tuple[str, int]) -> tuple[str, int]:
     """torch's clients have sockets of IPv6, where an address of IPv4 is written otherwise."""
     return end[0].removeprefix("::ffff:"), end[1]
+
+
+def listening_socket(address: str, port: int, *, one_machine: bool, say: Callable[[str], None]) -> socket.socket | None:
+    """A socket bound to that address, or None where one must listen on every network; ``say`` hears so.
+
+    Args:
+        one_machine: all workers run on this machine, so a name may mean its loopback address.
+
+    Raises:
+        OSError: the port is in use, or the address does not resolve.
+    """
+    for family, kind, protocol, _, where in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
+        # Many machines resolve their own name to loopback, where no other machine would reach the store.
+        if is_loopback(str(where[0])) and not (one_machine or is_loopback(address)):
+            continue
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(where)
+        except OSError as error:
+            bound.close()
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                continue
+            raise
+        return bound
+    say(f"MASTER_ADDR {address} cannot be bound on this machine; port {port} is open on all its networks")
+    return None
+
+
+def is_loopback(text: str) -> bool:
+    """Return whether this address reaches no other machine. A name may, but localhost."""
+    try:
+        return ipaddress.ip_address(text).is_loopback
+    except ValueError:
+        return text == "localhost"

@@ -26,7 +26,7 @@ class Waiting:
         self._start = self._said = time.monotonic()
 
     def is_over(self, words: str) -> bool:
-        """Whether the time is over; until then the words are said now and then."""
+        """Return whether the time is over; until then the words are said now and then."""
         now = time.monotonic()
         if self._say is not None and now - self._said >= self._every_s:
             self._said = now

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from heterodyne.plan.program import Action
 from heterodyne.plan.schedules import SCHEDULES, Orders
 from heterodyne.plan.schedules.check import order_faults
-from heterodyne.plan.schedules.grid import grid
 from heterodyne.plan.schedules.times import Read, StageBytes, StageTimes, chain
+from heterodyne.report.faulty_orders import grid
 
 
 def orders(*rows: str) -> Orders:

@@ -40,7 +40,7 @@ _TABLE: Final[Mapping[str, Callable[[Call], Rule | None]]] = {
 
 
 def rule_of(op: Op, graph: ModelGraph) -> Rule:
-    """What an op allows; nothing but whole tensors, where the table says nothing."""
+    """Return what an op allows; nothing but whole tensors, where the table says nothing."""
     call = Call(op, tuple(graph.spec(ref) for ref in op.operands))
     # Of an op whose arguments are not told, as in a graph that was made by hand, nothing can be said.
     make = _TABLE.get(op.kind) if op.arguments else None

@@ -17,7 +17,7 @@ _ONE: Final = Size.of(1)
 def _attention(call: Call) -> Rule | None:
     """``bhle,bhse,bhsv->bhlv`` with a mask ``bhls``; with fewer heads of keys than of queries, these are cut in whole groups.
 
-    Positions of the queries (l) may be cut; where the op is causal it has to be told which they are. Where weights are dropped out, the
+    Positions of the queries (l) may be cut; where the op is causal it has to know which they are. Where weights are dropped out, the
     members would need the same ones for each of the values' columns (v), so these stay whole.
     """
     query, key, value = (call.shape(place) for place in range(3))

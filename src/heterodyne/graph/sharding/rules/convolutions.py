@@ -1,4 +1,4 @@
-"""Convolutions and pooling: samples and channels are free, and what lies around a place is needed whole."""
+"""Convolutions and pooling: samples and channels are free, and what is around a place is needed whole."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def _sum(call: Call) -> Rule:
 
 
 def _extreme(call: Call) -> Rule:
-    """Of each row of other dims by itself. With a dim that is not named, of everything; of two tensors, place by place."""
+    """Reduce each row of other dims alone. With a dim that is not named, of everything; of two tensors, place by place."""
     if len(call.specs) == 2:
         operands, result = aligned(call)
         return Rule(operands=operands, outputs=(result,))

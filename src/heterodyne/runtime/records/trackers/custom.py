@@ -14,7 +14,7 @@ REMEDY = "see its factory"
 
 
 def open_tracker(opening: Opening) -> Tracker:
-    """What the option ``factory`` returns for the `Opening`, whose options are then ``arguments``."""
+    """Return what the option ``factory`` returns for the `Opening`, whose options are then ``arguments``."""
     factory = str(opening.options["factory"])
     source, _, name = factory.rpartition(":")
     if source.endswith(".py"):

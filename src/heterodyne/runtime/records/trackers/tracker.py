@@ -38,7 +38,7 @@ class Opening:
     options: Mapping[str, Any]
 
     def id_file(self, name: str) -> Path:
-        """Where the id is kept under which a tracker knows this run."""
+        """Return where the id is kept under which a tracker knows this run."""
         return self.directory / "logs" / f"tracker-{name}.id"
 
     def kept_id(self, name: str, new: str) -> str:
@@ -55,7 +55,7 @@ class Tracker(Protocol):
 
     @property
     def place(self) -> str:
-        """Where people find what is tracked, empty if that is clear."""
+        """Return where people find what is tracked, empty if that is clear."""
 
     def write(self, records: Sequence[Record]) -> None:
         """The records that have come since the last call: one, or more where they come faster than they are taken."""

@@ -8,22 +8,16 @@ runs/NAME/
 from __future__ import annotations
 
 import re
-import secrets
-import socket
-import time
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from heterodyne.errors import CheckpointError, HeterodyneError
-from heterodyne.runtime.comm.agreement import Agreement
 
-__all__ = ["RUNS", "RunDirectory", "require_shared"]
+__all__ = ["RUNS", "RunDirectory"]
 
 RUNS = Path("runs")
 """Where runs are that nobody has named a directory for."""
-_SHARED_WITHIN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +71,7 @@ class RunDirectory:
         return self.path / "model"
 
     def timeline(self, origin: str) -> Path:
-        """Of the origin ``measured`` or ``simulated``."""
+        """Return the file of the timeline of that origin, ``measured`` or ``simulated``."""
         return self.path / f"timeline-{origin}.jsonl"
 
     @classmethod
@@ -127,18 +121,18 @@ class RunDirectory:
         return found
 
     def require_unbegun(self) -> None:
-        """Raises CheckpointError where a run that has no checkpoints had come so far that it had some: to begin anew would replace its
+        """Raises CheckpointError where a run that has no checkpoints had come so far that it had some: to begin again would replace its
         metrics.
         """
         if self.checkpoints.is_symlink() and not self.checkpoints.exists():
             raise CheckpointError(
                 f"{self.checkpoints} leads to {self.checkpoints.readlink()}, which is not there: mount the disk, or remove the link and "
-                "metrics.jsonl to begin anew"
+                "metrics.jsonl to begin again"
             )
         if self.summary.exists():
             raise CheckpointError(
                 f"{self.path} holds a run that has ended ({self.summary.name}), and its checkpoints are gone: put them back to "
-                f"{self.checkpoints}, or move {self.summary.name} away to begin anew"
+                f"{self.checkpoints}, or move {self.summary.name} away to begin again"
             )
 
     @classmethod
@@ -154,33 +148,3 @@ def _numbered(runs: Path, name: str) -> list[tuple[int, Path]]:
     pattern = re.compile(re.escape(name) + r"-([0-9]+)")
     entries = runs.iterdir() if runs.is_dir() else ()
     return [(int(match[1]), path) for path in entries if (match := pattern.fullmatch(path.name))]
-
-
-def require_shared(run: RunDirectory, agreement: Agreement) -> None:
-    """Raise HeterodyneError, on every rank, if a rank does not see the directory as rank 0 does: all ranks write checkpoints there."""
-    if agreement.size == 1:
-        return
-
-    def write() -> Path:
-        sign = run.path / f".seen-by-all-{secrets.token_hex(8)}"
-        sign.touch()
-        return sign
-
-    sign = agreement.on_rank0(write)
-
-    def see() -> None:
-        until_s = time.monotonic() + _SHARED_WITHIN_S  # network file systems keep for a while what was not there
-        while not (run.path.is_dir() and sign in run.path.iterdir()):
-            if time.monotonic() > until_s:
-                raise HeterodyneError(
-                    f"the run directory {run.path.absolute()} on the host {socket.gethostname()} (rank {agreement.rank}) is not that of "
-                    "rank 0, and all ranks write checkpoints there: choose one on a disk that all hosts share"
-                )
-            time.sleep(0.1)
-
-    try:
-        agreement.gather_or_raise(see)
-    finally:
-        if agreement.rank == 0:
-            with suppress(OSError):
-                sign.unlink()

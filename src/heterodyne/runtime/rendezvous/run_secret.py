@@ -8,9 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
 
-__all__ = ["GREETING", "HandshakeError", "SecretError", "as_client", "as_server"]
+from heterodyne.errors import WorkerError
+from heterodyne.runtime.rendezvous.environment import SECRET_VARIABLE
+
+__all__ = ["GREETING", "HandshakeError", "SecretError", "as_client", "as_server", "secret_of_user"]
 
 GREETING = b"heterodyne store 2\n"
 _NONCE = 32
@@ -64,3 +71,44 @@ async def _exactly(reader: asyncio.StreamReader, count: int) -> bytes:
         return await reader.readexactly(count)
     except (asyncio.IncompleteReadError, OSError) as error:
         raise HandshakeError("it closed the connection") from error
+
+
+def secret_of_user() -> str:
+    """Return what all workers have who are of one user and see the same home directory; made when it is first asked for.
+
+    It is in ``$XDG_STATE_HOME/heterodyne/secret``, or under ``~/.local/state``.
+
+    Raises:
+        WorkerError: the file cannot be made or read, or others can read it too.
+    """
+    base = os.environ.get("XDG_STATE_HOME")
+    path = (Path(base) if base else Path.home() / ".local" / "state") / "heterodyne" / "secret"
+    try:
+        if not path.exists():
+            _make(path)
+        with path.open(encoding="ascii") as file:
+            told, secret = os.fstat(file.fileno()), file.read(1024)
+    except (OSError, ValueError) as error:
+        raise WorkerError(f"{path} cannot be made or read ({error}): {_REMEDY}") from error
+    if told.st_uid != os.geteuid() or stat.S_IMODE(told.st_mode) & 0o077 or len(secret) < 32:
+        raise WorkerError(f"{path} is no file that only its owner can read: remove it, or {_REMEDY}")
+    return secret
+
+
+_REMEDY = (
+    f"set {SECRET_VARIABLE} to one long random text for all workers, for example what `openssl rand -hex 32` prints"
+)
+
+
+def _make(path: Path) -> None:
+    """Make the file: where several processes do it at once, all read what the first has written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"secret.partial-{secrets.token_hex(4)}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+        with suppress(FileExistsError):
+            os.link(partial, path)
+    finally:
+        partial.unlink()
