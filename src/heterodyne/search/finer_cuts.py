@@ -72,10 +72,13 @@ class FinerCuts:
         if better != line:
             cuts = list(lines.cuts_of(better))
             yield from cuts
-        if len(self.points) > 2 * len(better):
-            placements: tuple[Placement, ...] = ("loop", "v")
-            for placement in placements:
-                yield self._folded(better, micro_batches, stage_places(placement, len(better), 2))
+        yield from self._two_on_each(better, micro_batches)
+
+    def _two_on_each(self, line: Line, micro_batches: MicroBatches) -> Iterator[Pipeline]:
+        """Two stages on each rank: in a loop, and down the ranks and back again."""
+        placements: tuple[Placement, ...] = ("loop", "v") if len(self.points) > 2 * len(line) else ()
+        for placement in placements:
+            yield self._folded(line, micro_batches, stage_places(placement, len(line), 2))
 
     def even(self, line: Sequence[str], micro_batches: MicroBatches) -> Pipeline:
         """As many blocks for each device, whatever they cost; of more devices than there are blocks the first ones."""
