@@ -13,7 +13,9 @@ from itertools import islice
 from math import inf
 
 from heterodyne.cluster.fleet_cluster import fleet_of
-from heterodyne.cost.class_layers import ClassLayers, Way
+from heterodyne.cost.class_times import ClassTimes
+from heterodyne.cost.graph_layers import GraphLayers
+from heterodyne.cost.layers import Way
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError, PlanError
 from heterodyne.job import Strategy
@@ -202,7 +204,7 @@ class ByClass:
             return space
         return replace(space, max_pipelines=1, micro_batches=(-(-self.split.samples // count),))
 
-    def _layers(self, names: dict[str, str]) -> ClassLayers:
+    def _layers(self, names: dict[str, str]) -> GraphLayers:
         members: dict[str, list[str]] = {}
         for device, name in names.items():
             members.setdefault(name, []).append(device)
@@ -210,7 +212,9 @@ class ByClass:
         ways += ["context"] if self.able.allow("context_parallel") else []
         sizes = {name: self._largest(own[0]) for name, own in members.items()}
         whole = frozenset(name for name, own in members.items() if own[0] in self.split.runs)
-        return ClassLayers(model=self._model, members=members, largest=sizes, stage=self._whole, ways=ways, whole=whole)
+        return GraphLayers(
+            ClassTimes(model=self._model, members=members, largest=sizes, stage=self._whole, ways=ways, whole=whole)
+        )
 
     def _largest(self, device: str) -> int:
         return max(map(int, self._model.compute[device].forward.total.sizes))
