@@ -28,7 +28,7 @@ from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.written import PaperPlanner
-from heterodyne.search.planned import CLEARLY, CUTTING_PAYS, Candidate, Kind, serves
+from heterodyne.search.planned import CUTTING_PAYS, STATE_ELSEWHERE_PAYS, Candidate, Kind, serves
 from heterodyne.search.predict import plan_of, predict, with_stages
 from heterodyne.search.refine import Refiner
 from heterodyne.search.relief import reloading
@@ -235,7 +235,7 @@ class ByClass:
             if len(pipelines) > 1 and self.sharding is not None:
                 made, played = predict(self._model, whole, self.split.runs)
                 named = Candidate(name=_name(plan), kind=_kind(plan), plan=made, simulation=played)
-                if named.weighed_s / CLEARLY < below_s:
+                if named.weighed_s / STATE_ELSEWHERE_PAYS < below_s:
                     found.append(self.sharding.of_state(named))
         return [candidate for candidate in found if candidate.plan is not None]
 

@@ -37,7 +37,7 @@ Line: TypeAlias = tuple[str, ...]
 """Devices by pipeline rank."""
 _MOST_POINTS = 220
 _MOST_INSIDE = 4
-_CLEARLY = 0.99  # of the seconds of a line, below which an estimate of another one is believed
+_BELIEVED = 0.99  # of the seconds of a line, below which an estimate of another one is believed
 _PARTS: tuple[tuple[Pass, ...], ...] = (("F", "B"), ("H", "I"))
 _ROUNDS = 4  # of cuts for memory: each knows what the one before lacked
 
@@ -197,7 +197,7 @@ class _Lines:
         """The first one, or the shortest if that is clearly shorter."""
         seconds = [self._cut(line, len(self.micro_batches))[0] for line in lines]
         least = min(seconds)
-        return lines[0] if least > seconds[0] * _CLEARLY else lines[seconds.index(least)]
+        return lines[0] if least > seconds[0] * _BELIEVED else lines[seconds.index(least)]
 
     def _with(self, line: Line, device: str) -> Iterator[Line]:
         """The line with another device, beside one that is as good where there is any."""
