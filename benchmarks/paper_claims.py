@@ -15,8 +15,8 @@ from results import Results, arguments
 
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cost.layers import LayerCost, LayerCosts, Widths
+from heterodyne.predictor.datasheet_times import graph_layers
 from heterodyne.predictor.devices import chip_of
-from heterodyne.predictor.graph_costs import graph_layers
 from heterodyne.predictor.kernels import Kernels, Product
 from heterodyne.predictor.layer_costs import predicted_layers
 from heterodyne.predictor.roofline import kernels_s

@@ -11,10 +11,11 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heterodyne.cluster.fleet import Fleet, Pool
+from heterodyne.cost.graph_layers import GraphLayers
 from heterodyne.cost.layers import Widths
 from heterodyne.frontend import capture
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.predictor.graph_costs import GraphLayers, graph_layers
+from heterodyne.predictor.datasheet_times import datasheet_times, graph_layers
 
 KIND = "A100-SXM-80GB"
 POOL = Pool(name="a", kind=KIND, nodes=1, devices_per_node=8, memory_bytes=2**36)
@@ -44,11 +45,11 @@ def llama() -> ModelGraph:
 
 def layers_of(graph: ModelGraph, link: float | None = None) -> GraphLayers:
     """``link``: bytes/s of a device towards the others, without any latency."""
-    made = graph_layers(graph, Fleet(name="one kind", pools=(POOL,)))
+    made = datasheet_times(graph, Fleet(name="one kind", pools=(POOL,)))
     if link is None:
-        return made
+        return GraphLayers(made)
     network = replace(made.networks[KIND], inside_bytes_per_s=link, inside_latency_s=0.0)
-    return replace(made, networks={KIND: network})
+    return GraphLayers(replace(made, networks={KIND: network}))
 
 
 def inner(layers: GraphLayers) -> str:

@@ -20,13 +20,14 @@ from heterodyne.cluster.fleet_cluster import cluster_of
 from heterodyne.cluster.fleet_file import load_fleet
 from heterodyne.cluster.spec import Cluster
 from heterodyne.cluster.what_if import changed
+from heterodyne.cost.graph_layers import GraphLayers
 from heterodyne.cost.layers import LayerCosts, compute_s, least_bytes
 from heterodyne.errors import ClusterError, InfeasibleError, PlanError
 from heterodyne.job import Job
 from heterodyne.plan.bind import bind
 from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.check import require_valid
-from heterodyne.predictor.mixed_layers import MixedLayers
+from heterodyne.predictor.scaled_times import ScaledTimes
 from heterodyne.predictor.software import Software, software_of
 from heterodyne.predictor.usable import context_bytes, usable_bytes
 from heterodyne.report.frontier import frontier_picture
@@ -92,7 +93,8 @@ class _Paper:
         if self.wishes.profile is not None:
             self.say(f"planning on paper for {count}: seconds are those of the profile")
             costs = self.costs_of(fleet)
-            if isinstance(costs, MixedLayers) and (where := costs.in_words(fleet.kinds)):
+            times = costs.times if isinstance(costs, GraphLayers) else None
+            if isinstance(times, ScaledTimes) and (where := times.in_words(fleet.kinds)):
                 self.say(where)
         else:
             self.say(f"planning on paper for {count}: from datasheets; nothing is measured")

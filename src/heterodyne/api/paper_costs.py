@@ -9,21 +9,22 @@ from typing import Any
 
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cluster.profile import Profile
+from heterodyne.cost.graph_layers import GraphLayers
 from heterodyne.cost.layers import LayerCosts
-from heterodyne.cost.measured_layers import MeasuredLayers
+from heterodyne.cost.measured_times import MeasuredTimes
 from heterodyne.cost.recipe import Recipe
 from heterodyne.errors import CaptureError, ClusterError, HeterodyneError, JobError, NoGraphError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job, ModelSection
 from heterodyne.json_files import read_json
 from heterodyne.plan.precision import Precisions, of_kind
+from heterodyne.predictor.datasheet_times import graph_layers
 from heterodyne.predictor.from_config import says_shape, transformer_of
-from heterodyne.predictor.graph_costs import graph_layers
 from heterodyne.predictor.layer_costs import predicted_layers
-from heterodyne.predictor.mixed_layers import mixed_layers
-from heterodyne.predictor.software import framework_names, is_known, software_of
+from heterodyne.predictor.scaled_times import scaled_times
+from heterodyne.predictor.software import Software, framework_names, is_known, software_of
 
-__all__ = ["captured", "costs_of_job", "paper_precisions", "shape_of"]
+__all__ = ["captured", "costs_of_job", "paper_precisions", "paper_software", "shape_of"]
 
 
 def costs_of_job(
@@ -39,9 +40,7 @@ def costs_of_job(
         raise HeterodyneError(
             f"--framework {framework}: nothing is known of it; known are {', '.join(framework_names())}"
         )
-    # fp16 is trained in where it is asked for, not in the place of bf16.
-    instead = job.training.precision == "auto"
-    software = software_of(framework) if framework is not None else replace(software_of(None), fp16=instead)
+    software = paper_software(job, framework)
     shape = shape_of(job.model, base)
     # What auto is depends on the kind; kinds without units for bf16 are predicted with what is nearest.
     precision = "bf16" if job.training.precision == "auto" else job.training.precision
@@ -53,14 +52,21 @@ def costs_of_job(
     if profile is not None:
         if job.training.precision != "auto":
             profile.require(dict.fromkeys(profile.devices, precision))
-        measured = MeasuredLayers(graph=captured(job, base), profile=profile, recipe=recipe)
+        measured = MeasuredTimes(graph=captured(job, base), profile=profile, recipe=recipe)
         known = measured.kinds
-        return lambda fleet: mixed_layers(measured, _with_datasheets(fleet, known=known), software)
+        return lambda fleet: GraphLayers(scaled_times(measured, _with_datasheets(fleet, known=known), software))
     if shape is not None:
         model = transformer_of(shape, seq=job.data.sequence_length)
         return lambda fleet: predicted_layers(model, _with_datasheets(fleet), precision=precision, software=software)
     graph = captured(job, base)
     return lambda fleet: graph_layers(graph, _with_datasheets(fleet), recipe=recipe, software=software)
+
+
+def paper_software(job: Job, framework: str | None = None) -> Software:
+    """Of a framework that will run the plan; None: this library on PyTorch."""
+    # fp16 is trained in where it is asked for, not in the place of bf16.
+    instead = job.training.precision == "auto"
+    return software_of(framework) if framework is not None else replace(software_of(None), fp16=instead)
 
 
 def _with_datasheets(fleet: Fleet, *, known: Collection[str] = ()) -> Fleet:

@@ -6,16 +6,13 @@ memory, parameters too, state and activations on hosts, blocks that keep some of
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from heterodyne.api.paper_costs import paper_precisions
+from heterodyne.api.paper_costs import paper_precisions, paper_software
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cost.recipe import Recipe
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
 from heterodyne.plan.capabilities import Capabilities
 from heterodyne.predictor.datasheet_profile import believed_cluster, datasheet_profile
-from heterodyne.predictor.software import software_of
 from heterodyne.search.planned import Planned
 from heterodyne.search.planner import plan
 
@@ -37,8 +34,7 @@ def planned_by_device(job: Job, fleet: Fleet, graph: ModelGraph) -> Planned:
         fleet,
         sizes=sizes,
         recipe=Recipe(optimizer=job.optimizer.name, momentum=job.optimizer.momentum, precision=precision),
-        # fp16 is trained in where it is asked for, not in the place of bf16.
-        software=replace(software_of(None), fp16=job.training.precision in ("auto", "fp16")),
+        software=paper_software(job),
     )
     return plan(
         graph,

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, get_args
 
 from heterodyne.plan.short import width_words
 
-__all__ = ["DATA_WIDTHS", "LayerCost", "LayerCosts", "Widths", "compute_s", "least_bytes"]
+__all__ = ["DATA_WIDTHS", "WAYS", "LayerCost", "LayerCosts", "Way", "Widths", "compute_s", "least_bytes"]
 
 DATA_WIDTHS = (1, 2, 4, 8)
 """In how many parts a stage may have its micro-batches wherever it is known what a layer costs one device."""
+Way = Literal["split", "context"]
+"""In which the devices of a stage divide layers: their weights, or sequences."""
+WAYS: tuple[Way, ...] = get_args(Way)
 
 
 class Widths(NamedTuple):
@@ -39,10 +42,15 @@ class Widths(NamedTuple):
         """Copies of every parameter that is no expert's, in one stage."""
         return self.context * self.data
 
-    def alone(self, micro_batch: int) -> int | None:
-        """Samples of each device where only the micro-batch is divided; None if something else is, or a part is not whole."""
-        whole = self.tensor == self.context == 1 and micro_batch % self.data == 0
-        return micro_batch // self.data if whole else None
+    @classmethod
+    def along(cls, way: Way, devices: int) -> Widths:
+        """Of so many devices in one way."""
+        return cls(tensor=devices) if way == "split" else cls(context=devices)
+
+    @property
+    def way(self) -> Way:
+        """In which they divide layers, where there is one."""
+        return "split" if self.tensor > 1 else "context"
 
     @property
     def in_words(self) -> str:
@@ -117,9 +125,10 @@ class LayerCosts(Protocol):
         """None where it is not known, such as beyond the largest micro-batch that was measured, or where samples would be divided."""
 
 
-def compute_s(costs: LayerCosts, device_kind: str) -> float:
-    """Return the seconds of the forward and backward of one sample through all layers on one device, as far as they are known."""
-    return sum(count * (layer.forward_s + layer.backward_s) for layer, count in _of_one_sample(costs, device_kind))
+def compute_s(costs: LayerCosts, device_kind: str, micro_batch: int = 1) -> float:
+    """Return the seconds of the forward and backward of a micro-batch through all layers on one device, as far as they are known."""
+    known = _on_one_device(costs, device_kind, micro_batch)
+    return sum(count * (layer.forward_s + layer.backward_s) for layer, count in known)
 
 
 def least_bytes(costs: LayerCosts, device_kind: str) -> int:
@@ -127,13 +136,13 @@ def least_bytes(costs: LayerCosts, device_kind: str) -> int:
     return 2 * round(
         sum(
             count * layer.parameter_bytes * (1 - layer.tied_bytes / layer.gradient_bytes if layer.gradient_bytes else 1)
-            for layer, count in _of_one_sample(costs, device_kind)
+            for layer, count in _on_one_device(costs, device_kind, 1)
         )
     )
 
 
-def _of_one_sample(costs: LayerCosts, device_kind: str) -> Iterator[tuple[LayerCost, int]]:
+def _on_one_device(costs: LayerCosts, device_kind: str, micro_batch: int) -> Iterator[tuple[LayerCost, int]]:
     for name, count in Counter(costs.layers).items():
-        layer = costs.cost(device_kind, name, Widths(), 1)
+        layer = costs.cost(device_kind, name, Widths(), micro_batch)
         if layer is not None:
             yield layer, count

@@ -13,13 +13,14 @@ from heterodyne.cluster.fleet import Fleet
 from heterodyne.cluster.fleet_cluster import cluster_of
 from heterodyne.cluster.profile import BlockSample, DeviceProfile, Profile
 from heterodyne.cluster.spec import Cluster, Link
+from heterodyne.cost.graph_layers import GraphLayers
 from heterodyne.cost.layers import Widths
 from heterodyne.cost.recipe import Recipe
 from heterodyne.graph.ir import Block, ModelGraph
 from heterodyne.plan.precision import precision_of
 from heterodyne.predictor.constants import constants
+from heterodyne.predictor.datasheet_times import DatasheetTimes, datasheet_times
 from heterodyne.predictor.devices import networks_of, reached_between
-from heterodyne.predictor.graph_costs import GraphLayers, graph_layers
 from heterodyne.predictor.software import Software
 from heterodyne.predictor.usable import context_bytes
 
@@ -33,9 +34,9 @@ def datasheet_profile(
 
     Raises ClusterError for a kind whose datasheet lacks a number that is needed.
     """
-    layers = graph_layers(graph, fleet, recipe=recipe, software=software)
+    times = datasheet_times(graph, fleet, recipe=recipe, software=software)
     backends = {pool.kind: pool.backend for pool in fleet.pools}
-    of_kind = {kind: _of_kind(layers, kind, sizes, backends[kind]) for kind in fleet.kinds}
+    of_kind = {kind: _of_kind(times, kind, sizes, backends[kind]) for kind in fleet.kinds}
     devices = {device.id: of_kind[device.kind] for device in cluster_of(fleet).devices}
     return Profile(key="datasheets", devices=devices, kinds=graph.kind_names)
 
@@ -60,28 +61,27 @@ def _reached(link: Link) -> Link:
     return replace(link, bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
 
 
-def _of_kind(layers: GraphLayers, kind: str, sizes: Sequence[int], backend: str) -> DeviceProfile:
-    stated, memory = constants().stated, layers.chips[kind].memory_bytes_per_s
+def _of_kind(times: DatasheetTimes, kind: str, sizes: Sequence[int], backend: str) -> DeviceProfile:
+    stated, memory = constants().stated, times.chips[kind].memory_bytes_per_s
     copy_s = 1 / (stated.pcie_gb_per_s * 1e9)
-    passes = layers.recipe.update_passes
-    graph = layers.graph
-    blocks = {name: tuple(_sample(layers, kind, block, size) for size in sizes) for name, block in graph.kinds.items()}
+    passes, layers, blocks = times.recipe.update_passes, GraphLayers(times), times.graph.kinds
+    samples = {name: tuple(_sample(layers, kind, block, size) for size in sizes) for name, block in blocks.items()}
     return DeviceProfile(
-        blocks=blocks,
+        blocks=samples,
         optimizer_s_per_byte=passes / memory,
         # Gradients go to the host and weights come back.
         host_update_s_per_byte=2 * copy_s + passes / (stated.host_memory_gb_per_s * 1e9),
         host_copy_s_per_byte=copy_s,
         context_bytes=context_bytes(backend),
-        precision=precision_of(layers.recipe.precision, kind),
+        precision=precision_of(times.recipe.precision, kind),
     )
 
 
 def _sample(layers: GraphLayers, kind: str, block: Block, size: int) -> BlockSample:
-    cost = layers.cost(kind, block.kind, Widths(), size)
+    cost, times = layers.cost(kind, block.kind, Widths(), size), layers.times
     assert cost is not None  # one device, a kind of block that there is
-    narrow = precision_of(layers.recipe.precision, kind) != "fp32"
-    copied = sum(2 * parameter.numel for parameter in layers.graph.parameters_of(block)) if narrow else 0
+    narrow = precision_of(times.recipe.precision, kind) != "fp32"
+    copied = sum(2 * parameter.numel for parameter in times.graph.parameters_of(block)) if narrow else 0
     return BlockSample(
         micro_batch_size=size,
         forward_s=cost.forward_s,

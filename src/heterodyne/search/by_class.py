@@ -13,7 +13,9 @@ from itertools import islice
 from math import inf
 
 from heterodyne.cluster.fleet_cluster import fleet_of
-from heterodyne.cost.class_layers import ClassLayers, Way
+from heterodyne.cost.class_times import ClassTimes
+from heterodyne.cost.graph_layers import GraphLayers
+from heterodyne.cost.layers import Way
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError, PlanError
 from heterodyne.job import Strategy
@@ -26,7 +28,7 @@ from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.written import PaperPlanner
-from heterodyne.search.planned import CLEARLY, CUTTING_PAYS, Candidate, Kind, serves
+from heterodyne.search.planned import CUTTING_PAYS, STATE_ELSEWHERE_PAYS, Candidate, Kind, serves
 from heterodyne.search.predict import plan_of, predict, with_stages
 from heterodyne.search.refine import Refiner
 from heterodyne.search.relief import reloading
@@ -202,7 +204,7 @@ class ByClass:
             return space
         return replace(space, max_pipelines=1, micro_batches=(-(-self.split.samples // count),))
 
-    def _layers(self, names: dict[str, str]) -> ClassLayers:
+    def _layers(self, names: dict[str, str]) -> GraphLayers:
         members: dict[str, list[str]] = {}
         for device, name in names.items():
             members.setdefault(name, []).append(device)
@@ -210,7 +212,9 @@ class ByClass:
         ways += ["context"] if self.able.allow("context_parallel") else []
         sizes = {name: self._largest(own[0]) for name, own in members.items()}
         whole = frozenset(name for name, own in members.items() if own[0] in self.split.runs)
-        return ClassLayers(model=self._model, members=members, largest=sizes, stage=self._whole, ways=ways, whole=whole)
+        return GraphLayers(
+            ClassTimes(model=self._model, members=members, largest=sizes, stage=self._whole, ways=ways, whole=whole)
+        )
 
     def _largest(self, device: str) -> int:
         return max(map(int, self._model.compute[device].forward.total.sizes))
@@ -231,7 +235,7 @@ class ByClass:
             if len(pipelines) > 1 and self.sharding is not None:
                 made, played = predict(self._model, whole, self.split.runs)
                 named = Candidate(name=_name(plan), kind=_kind(plan), plan=made, simulation=played)
-                if named.weighed_s / CLEARLY < below_s:
+                if named.weighed_s / STATE_ELSEWHERE_PAYS < below_s:
                     found.append(self.sharding.of_state(named))
         return [candidate for candidate in found if candidate.plan is not None]
 

@@ -19,7 +19,7 @@ NEAR = 1.25
 """How much longer than the chosen plan's a step may be predicted, for the plan to be worth a rehearsal."""
 LEAST_TURNS = 4
 """Fewer have no quartiles to speak of."""
-_CLEARLY = 2
+_ERRORS = 2
 """Standard errors beyond which a plan is not run any more."""
 
 
@@ -56,7 +56,7 @@ def still_in(taken: Sequence[Sequence[float]]) -> list[int]:
     if turns < LEAST_TURNS:
         return there
     best = taken[_fastest(taken, there)]
-    return [place for place in there if not _Slower.of(taken[place], best).by(_CLEARLY)]
+    return [place for place in there if not _Slower.of(taken[place], best).by(_ERRORS)]
 
 
 def told_apart(taken: Sequence[Sequence[float]]) -> list[Rehearsed]:

@@ -21,11 +21,11 @@ from heterodyne.search.by_class import ByClass
 from heterodyne.search.data_parallel import DataParallel
 from heterodyne.search.fit import Fit, fit_devices, runs_of
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
-from heterodyne.search.offload import offloading
 from heterodyne.search.parameter_sharding import ParameterSharding
-from heterodyne.search.planned import CLEARLY, CUTTING_PAYS, Candidate, Kind
+from heterodyne.search.planned import CUTTING_PAYS, STATE_ELSEWHERE_PAYS, Candidate, Kind
 from heterodyne.search.predict import overflow
 from heterodyne.search.relief import ACTIONS, Action
+from heterodyne.search.relieved import offloading
 from heterodyne.search.sharding import Sharding
 from heterodyne.search.split import Split
 from heterodyne.units import format_seconds
@@ -198,7 +198,7 @@ class Families:
         )
         if len(self._beside_others) == len(self.model.cluster.devices) or not allowed:
             return
-        if self._at_work_s / CLEARLY < self._below_s(found):
+        if self._at_work_s / STATE_ELSEWHERE_PAYS < self._below_s(found):
             again = self.able.allow("recompute", "several_micro_batches")
             sharded = ParameterSharding(
                 model=self.model, runs=self.runs, samples=self.samples, largest=max(self.sizes), recompute=again

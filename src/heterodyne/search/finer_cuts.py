@@ -37,7 +37,7 @@ Line: TypeAlias = tuple[str, ...]
 """Devices by pipeline rank."""
 _MOST_POINTS = 220
 _MOST_INSIDE = 4
-_CLEARLY = 0.99  # of the seconds of a line, below which an estimate of another one is believed
+_BELIEVED = 0.99  # of the seconds of a line, below which an estimate of another one is believed
 _PARTS: tuple[tuple[Pass, ...], ...] = (("F", "B"), ("H", "I"))
 _ROUNDS = 4  # of cuts for memory: each knows what the one before lacked
 
@@ -72,10 +72,13 @@ class FinerCuts:
         if better != line:
             cuts = list(lines.cuts_of(better))
             yield from cuts
-        if len(self.points) > 2 * len(better):
-            placements: tuple[Placement, ...] = ("loop", "v")
-            for placement in placements:
-                yield self._folded(better, micro_batches, stage_places(placement, len(better), 2))
+        yield from self._two_on_each(better, micro_batches)
+
+    def _two_on_each(self, line: Line, micro_batches: MicroBatches) -> Iterator[Pipeline]:
+        """Two stages on each rank: in a loop, and down the ranks and back again."""
+        placements: tuple[Placement, ...] = ("loop", "v") if len(self.points) > 2 * len(line) else ()
+        for placement in placements:
+            yield self._folded(line, micro_batches, stage_places(placement, len(line), 2))
 
     def even(self, line: Sequence[str], micro_batches: MicroBatches) -> Pipeline:
         """As many blocks for each device, whatever they cost; of more devices than there are blocks the first ones."""
@@ -194,7 +197,7 @@ class _Lines:
         """The first one, or the shortest if that is clearly shorter."""
         seconds = [self._cut(line, len(self.micro_batches))[0] for line in lines]
         least = min(seconds)
-        return lines[0] if least > seconds[0] * _CLEARLY else lines[seconds.index(least)]
+        return lines[0] if least > seconds[0] * _BELIEVED else lines[seconds.index(least)]
 
     def _with(self, line: Line, device: str) -> Iterator[Line]:
         """The line with another device, beside one that is as good where there is any."""

@@ -14,10 +14,10 @@ from heterodyne.plan.plan import Plan
 from heterodyne.sim.run import Simulation
 
 __all__ = [
-    "CLEARLY",
     "CUTTING_PAYS",
     "FOLDING_PAYS",
     "IN_TURNS_PAYS",
+    "STATE_ELSEWHERE_PAYS",
     "Candidate",
     "Kind",
     "Planned",
@@ -39,7 +39,7 @@ Kind = Literal[
     "marked",
     "given",
 ]
-CLEARLY = 0.95
+STATE_ELSEWHERE_PAYS = 0.95
 """Sharded state, or state on hosts, is chosen only if so much faster: what is gathered or copied hides behind nothing."""
 
 CUTTING_PAYS = 0.95
@@ -106,7 +106,7 @@ class Candidate:
             CUTTING_PAYS if self.kind in (*_OF_PIPELINES, "split", "context") else 1,
             FOLDING_PAYS if self._is_folded else 1,
             IN_TURNS_PAYS if self._in_turns else 1,
-            CLEARLY if self._has_state_elsewhere else 1,
+            STATE_ELSEWHERE_PAYS if self._has_state_elsewhere else 1,
         )
         return self.step_s / prod(doubts)
 

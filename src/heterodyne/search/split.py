@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, Literal, TypeAlias
+from typing import Final
 
+from heterodyne.cost.layers import WAYS, Way
 from heterodyne.cost.model import CostModel
 from heterodyne.errors import InfeasibleError, PlanError
 from heterodyne.graph.sharding.dealing import dealt_to_all
@@ -31,8 +32,6 @@ from heterodyne.units import format_seconds
 
 __all__ = ["Split"]
 
-_Way: TypeAlias = Literal["split", "context"]
-_KINDS: Final[tuple[_Way, ...]] = ("split", "context")
 _MOST_BYTES: Final = 2e9  # that a plan may say of a latency
 _NAMES: Final = {"split": "weights split", "context": "sequences split"}
 
@@ -83,13 +82,13 @@ class Split:
         and beside copies of each other; of each the best size of micro-batches. ``below_s``: what the best other plan takes.
         """
         found: list[Candidate] = []
-        for kind in _KINDS:
+        for kind in WAYS:
             for name, groups in self._groupings() if kind in kinds else ():
                 found.append(self._best(f"{_NAMES[kind]} {name}", kind, groups, below_s))
                 below_s = min(below_s, found[-1].weighed_s)
         return tuple(found)
 
-    def _best(self, name: str, kind: _Way, groups: Sequence[Sequence[str]], below_s: float) -> Candidate:
+    def _best(self, name: str, kind: Way, groups: Sequence[Sequence[str]], below_s: float) -> Candidate:
         """Of the sizes of micro-batches that may be weighed below so many seconds."""
         why = self._bound.lacking(kind, groups)
         if why:
@@ -134,9 +133,7 @@ class Split:
             )
         ]
 
-    def _ways_to_share(
-        self, kind: _Way, groups: Sequence[Sequence[str]]
-    ) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
+    def _ways_to_share(self, kind: Way, groups: Sequence[Sequence[str]]) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
         """The shares of the devices of each group: by speed, and where later tokens cost more also with that counted in."""
         speeds = [[self._speed(device) for device in group] for group in groups]
         yield "", [shares_by(of_group) for of_group in speeds]
@@ -149,7 +146,7 @@ class Split:
     def _of_groups(
         self,
         name: str,
-        kind: _Way,
+        kind: Way,
         groups: Sequence[Sequence[str]],
         shares: Sequence[tuple[int, ...]],
         size: int,
@@ -168,7 +165,7 @@ class Split:
         self,
         ops: tuple[int, int],
         devices: Sequence[str],
-        kind: _Way,
+        kind: Way,
         shares: tuple[int, ...],
     ) -> Stage:
         regions = (Region(layout=Layout(kind=kind, shares=shares)),)

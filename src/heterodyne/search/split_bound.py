@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Literal
 
 from heterodyne.cost.compute import Pass
+from heterodyne.cost.layers import Way
 from heterodyne.cost.model import CostModel
 from heterodyne.cost.sharded_stage import ShardedStageCost
 from heterodyne.errors import MeasureError, PlanError
@@ -18,7 +18,6 @@ from heterodyne.units import counted, format_bytes
 
 __all__ = ["SplitBound"]
 
-Kind = Literal["split", "context"]
 _DIRECTIONS: tuple[Pass, ...] = ("F", "B")
 
 
@@ -36,10 +35,10 @@ class SplitBound:
     model: CostModel
     samples: int
     in_turns: bool
-    stage: Callable[[tuple[int, int], Sequence[str], Kind, tuple[int, ...]], Stage]
-    _pairs: dict[tuple[Kind, tuple[str, str], int], tuple[float, float]] = field(default_factory=dict, repr=False)
+    stage: Callable[[tuple[int, int], Sequence[str], Way, tuple[int, ...]], Stage]
+    _pairs: dict[tuple[Way, tuple[str, str], int], tuple[float, float]] = field(default_factory=dict, repr=False)
 
-    def weighed_s(self, kind: Kind, groups: Sequence[Sequence[str]], size: int) -> float:
+    def weighed_s(self, kind: Way, groups: Sequence[Sequence[str]], size: int) -> float:
         """Seconds of a step, and what is doubtful about it, under micro-batches of that size: the devices of a group are done with what
         they compute at the same time, and exchange what the two that are joined best would.
         """
@@ -56,7 +55,7 @@ class SplitBound:
         turns = self.in_turns and size > 1
         return min(least, self.samples / turning / (CUTTING_PAYS * IN_TURNS_PAYS)) if turns else least
 
-    def lacking(self, kind: Kind, groups: Sequence[Sequence[str]]) -> str:
+    def lacking(self, kind: Way, groups: Sequence[Sequence[str]]) -> str:
         """Why weights, gradients and optimizer state alone have no room, together or where each device has all of them; "" if they have."""
         parts = [[device] for group in groups for device in group] if kind == "context" else groups
         for devices in parts:
@@ -73,7 +72,7 @@ class SplitBound:
         send, size = self.model.collectives.send, self.model.graph.trainable_bytes
         return min(combinations(group, 2), key=lambda pair: send(*pair)(size))
 
-    def _of_pair(self, kind: Kind, pair: tuple[str, str], size: int) -> tuple[float, float]:
+    def _of_pair(self, kind: Way, pair: tuple[str, str], size: int) -> tuple[float, float]:
         """Seconds of what two exchange in forward and backward of a micro-batch, and the part of the operations that they do not divide;
         nothing if they cannot share the model."""
         key = (kind, pair, size)

@@ -10,7 +10,7 @@ from heterodyne.cost.layers import Widths
 from heterodyne.cost.model import CostModel
 from heterodyne.cost.recipe import Recipe
 from heterodyne.predictor.datasheet_profile import believed_cluster, datasheet_profile
-from heterodyne.predictor.graph_costs import graph_layers
+from heterodyne.predictor.datasheet_times import graph_layers
 from pure.build import graph
 
 FLEET = Fleet(

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from heterodyne.cluster import Cluster, Device, Link
 from heterodyne.cluster.fleet_cluster import fleet_of
-from heterodyne.cost.class_layers import ClassLayers
+from heterodyne.cost.class_times import ClassTimes
+from heterodyne.cost.graph_layers import GraphLayers
 from heterodyne.cost.layers import Widths
 from heterodyne.cost.memory import MemoryAssumptions
 from heterodyne.cost.model import CostModel
@@ -114,13 +115,14 @@ def test_what_the_fleet_search_predicts_is_what_the_simulator_plays(
 
 def test_a_layer_costs_a_class_what_its_member_was_measured_to_take() -> None:
     model = believed([2.0, 2.0])
-    layers = ClassLayers(
+    times = ClassTimes(
         model=model,
         members={"cpu": [device.id for device in model.cluster.devices]},
         largest={"cpu": 8},
         stage=by_class(model, 8)._whole,
         ways=(),
     )
+    layers = GraphLayers(times)
     costs = [layers.cost("cpu", kind, Widths(), 4) for kind in layers.layers]
     assert sum(cost.forward_s + cost.backward_s for cost in costs if cost is not None) == model.compute[
         "n0/cpu:0"

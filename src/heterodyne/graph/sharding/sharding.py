@@ -76,6 +76,11 @@ class Sharding:
     def members(self) -> int:
         return len(self.shares[0])
 
+    @property
+    def divides(self) -> bool:
+        """Whether the devices divide any op along this axis."""
+        return any(strategy.divides for strategy in self.strategies.values())
+
     def sizes(self, ref: Ref, layout: Layout, samples: int) -> tuple[int, ...]:
         """Return the sizes of each device's slice of a tensor in the dim that is cut."""
         full = int(self.graph.spec(ref).shape[layout.dim](samples))

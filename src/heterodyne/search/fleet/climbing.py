@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import chain, islice
 from math import inf
 from typing import TypeVar
 
 from heterodyne.search.fleet.counts import Limits
-from heterodyne.search.fleet.cutter import Cutter
 from heterodyne.search.fleet.evaluator import ACTIONS, Evaluator
-from heterodyne.search.fleet.kinds import StageKinds
 from heterodyne.search.fleet.neighbourhood import Neighbourhood
 from heterodyne.search.fleet.objective import Objective
-from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, Candidate, Mix, ScheduleName, Template
+from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, Candidate, Mix, ScheduleName
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.shares import time_until
 from heterodyne.search.fleet.space import Space
@@ -37,30 +35,35 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True)
 class Climbing:
-    """Local search of one space. ``columns``: templates that may be added to a mix."""
+    """Local search of one space. ``moves``: under 1F1B; those under other schedules follow from them."""
 
     evaluator: Evaluator
-    cutter: Cutter
-    kinds: StageKinds
-    columns: Sequence[Template]
+    moves: Neighbourhood
     objective: Objective
-    limits: Limits
+
+    @property
+    def _limits(self) -> Limits:
+        return self.moves.limits
+
+    @property
+    def _few(self) -> bool:
+        return self.moves.kinds.few
 
     @property
     def _predictor(self) -> Predictor:
-        return self.kinds.predictor
+        return self.evaluator.predictor
 
     @property
     def _space(self) -> Space:
-        return self.kinds.space
+        return self.evaluator.space
 
     @property
     def _starts(self) -> int:
-        return _STARTS_OF_FEW if self.kinds.few else _STARTS
+        return _STARTS_OF_FEW if self._few else _STARTS
 
     def _ranked(self) -> list[tuple[Mix, Candidate]]:
         """The evaluated mixes that the limits allow, the best first."""
-        within = [entry for entry in self.evaluator.pool.evaluated.items() if self.limits.allows(entry[0])]
+        within = [entry for entry in self.evaluator.pool.evaluated.items() if self._limits.allows(entry[0])]
         return sorted(within, key=lambda entry: self.objective.score(entry[1]))
 
     def improved(self, best: Candidate) -> Candidate:
@@ -80,14 +83,14 @@ class Climbing:
 
         Tried are the best known mixes, then the others in ascending order of their lower bound.
         """
-        evaluator, objective, few = self.evaluator, self.objective, self.kinds.few
+        evaluator, objective, few = self.evaluator, self.objective, self._few
         by_time, interleaved = objective.by_time, not INTERLEAVED.isdisjoint(schedules)
         known = [mix for mix, _ in self._ranked() if _deep(mix)][:_RESCHEDULED]
         options: Iterable[Mix] = known
         if by_time:
             every = dict.fromkeys((*evaluator.pool.evaluated, *evaluator.proposed))
             others = ascending(
-                [mix for mix in every if _deep(mix) and self.limits.allows(mix)],
+                [mix for mix in every if _deep(mix) and self._limits.allows(mix)],
                 self._steady_s,
                 self._least_sync_and_update_s,
                 best.predicted.step_s,
@@ -179,7 +182,7 @@ class Climbing:
 
     def _could_beat(self, mix: Mix, best: Candidate, schedules: tuple[ScheduleName, ...]) -> bool:
         """Return whether the limits allow a mix, and lower bounds do not show that it is slower than a plan."""
-        if not self.limits.allows(mix):
+        if not self._limits.allows(mix):
             return False
         least_s, split = self.objective.below_s(best), not SPLIT.isdisjoint(schedules)
         could = self._predictor.bound_at_most
@@ -188,14 +191,8 @@ class Climbing:
         )
 
     def _steps(self, schedule: ScheduleName, schedules: tuple[ScheduleName, ...]) -> Neighbourhood:
-        return Neighbourhood(
-            kinds=self.kinds,
-            cutter=self.cutter,
-            columns=self.columns,
-            limits=self.limits,
-            schedule=schedule,
-            max_chunks=1 if INTERLEAVED.isdisjoint(schedules) else self._space.max_chunks,
-        )
+        chunks = 1 if INTERLEAVED.isdisjoint(schedules) else self._space.max_chunks
+        return replace(self.moves, schedule=schedule, max_chunks=chunks)
 
 
 def _deep(mix: Mix) -> bool:

@@ -78,14 +78,26 @@ class Neighbourhood:
                 yield mix_of((changed if t == template else t, n) for t, n in mix)
                 if count > 1:
                     yield mix_of([*_less(mix, template), (changed, 1)])
+        yield from self._shared(mix, shared)
+        yield from self._filled(mix)
+        yield from self._aligned(mix, shared)
+        yield from self._without_one(mix)
+        yield from self._without_two(mix)
+        for (a, _), (b, _) in permutations(mix, 2):
+            for made in self._exchanged(a, b, shared):
+                yield mix_of([*_less(_less(mix, a), b), *((template, 1) for template in made)])
+
+    def _shared(self, mix: Mix, shared: Shared) -> Iterator[Mix]:
+        """Two pipelines as one that shares their micro-batches, or one as two."""
         for template, count in mix:
             if count > 1:
                 for joined in self._sharing(template, 2, shared):
                     yield mix_of([*_less(_less(mix, template), template), (joined, 1)])
             for part in self._sharing(template, 0.5, shared):
                 yield mix_of([*_less(mix, template), (part, 2)])
-        yield from self._filled(mix)
-        yield from self._aligned(mix, shared)
+
+    def _without_one(self, mix: Mix) -> Iterator[Mix]:
+        """Without one pipeline of a template, or all of them, and others in their place."""
         for template, _ in mix:
             fewer = _less(mix, template)
             if fewer:
@@ -94,13 +106,13 @@ class Neighbourhood:
             without = mix_of((t, n) for t, n in mix if t != template)
             if without != fewer:
                 yield from self._filled(without)
+
+    def _without_two(self, mix: Mix) -> Iterator[Mix]:
+        """Another pipeline in the place of two."""
         for a, b in combinations_with_replacement([template for template, _ in mix], 2):
             fewer = _less(_less(mix, a), b)
             if sum(n for _, n in fewer) == sum(n for _, n in mix) - 2:
                 yield from self._filled(fewer)
-        for (a, _), (b, _) in permutations(mix, 2):
-            for made in self._exchanged(a, b, shared):
-                yield mix_of([*_less(_less(mix, a), b), *((template, 1) for template in made)])
 
     def interleaved(self, mix: Mix, zero: int) -> Iterator[Mix]:
         """The mix with more virtual stages per rank, where there are layers for that."""
@@ -126,13 +138,20 @@ class Neighbourhood:
         """
         yield from self._cut_anew(template, shared)
         yield from self._moved(template, shared)
+        yield from self._chunked(template, shared)
+        if template.chunks > 1:
+            yield from self._within_places(template)
+        yield from self._rewidened(template, shared)
+        yield from self._resized(template, shared)
+        yield from self._recomputed(template)
+
+    def _chunked(self, template: Template, shared: Shared) -> Iterator[Template]:
         for chunks in range(1, self.max_chunks + 1):
             if chunks != template.chunks and chunks * template.places <= self._space.max_stages:
                 for other in chunked(template, chunks):
                     yield from dict.fromkeys((other, self._fitted(other, shared)))
-        if template.chunks > 1:
-            yield from self._within_places(template)
-        yield from self._rewidened(template, shared)
+
+    def _resized(self, template: Template, shared: Shared) -> Iterator[Template]:
         for size in self.kinds.sizes:
             if size != template.micro_batch:
                 sized = self._fitted(replace(template, micro_batch=size), shared)
@@ -141,6 +160,8 @@ class Neighbourhood:
                     yield other
                     if len(template.stages) <= _FEW:
                         yield from self._moved(other, shared)
+
+    def _recomputed(self, template: Template) -> Iterator[Template]:
         for place, home in enumerate(template.homes):
             if home.recompute or self._space.recompute:
                 yield _again(template, {place: not home.recompute})

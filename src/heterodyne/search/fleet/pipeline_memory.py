@@ -12,7 +12,7 @@ from typing import NamedTuple
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.plan.schedules.held_counts import alike, held_at_most
 from heterodyne.predictor.software import Software
-from heterodyne.search.fleet.bounded_cache import BoundedCache
+from heterodyne.recent import Recent
 from heterodyne.search.fleet.plan import ScheduleName, Template
 from heterodyne.search.fleet.stage_tables import StageTables
 from heterodyne.search.fleet.tables import Memory
@@ -63,8 +63,8 @@ class PipelineMemory:
     global_batch: int
     tables: StageTables
     software: Software = field(default_factory=Software)
-    _places: BoundedCache[tuple[Template, int, int], tuple[_Place, ...]] = field(
-        default_factory=BoundedCache, repr=False
+    _places: Recent[tuple[Template, int, int], tuple[_Place, ...]] = field(
+        default_factory=lambda: Recent(1024), repr=False
     )
     _fits: dict[tuple[Template, ScheduleName, int, int, int], bool] = field(default_factory=dict, repr=False)
     _most: dict[tuple[Template, ScheduleName, int, int], int] = field(default_factory=dict, repr=False)

@@ -9,7 +9,7 @@ from math import inf
 from heterodyne.plan.schedules.bounds import place_lines
 from heterodyne.plan.schedules.makespans import Makespans
 from heterodyne.plan.schedules.times import StageTimes, blocked
-from heterodyne.search.fleet.bounded_cache import BoundedCache
+from heterodyne.recent import Recent
 from heterodyne.search.fleet.plan import LAYOUTS, Layout, ScheduleName, Template
 from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.stage_tables import StageTables
@@ -37,7 +37,7 @@ class PipelineTime:
     _timed: dict[Template, tuple[StageTimes, ...]] = field(default_factory=dict, repr=False)
     _makespans: dict[tuple[Template, ScheduleName, Layout], Makespans] = field(default_factory=dict, repr=False)
     _bounds: dict[tuple[Template, bool], list[tuple[float, float]]] = field(default_factory=dict, repr=False)
-    _sent: BoundedCache[object, list[float]] = field(default_factory=BoundedCache, repr=False)
+    _sent: Recent[object, list[float]] = field(default_factory=lambda: Recent(1024), repr=False)
 
     def makespans(self, template: Template, schedule: ScheduleName, layout: Layout) -> Makespans:
         """Seconds of the pipeline under a schedule, as a function of the number of micro-batches."""

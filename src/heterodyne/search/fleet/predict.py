@@ -17,7 +17,7 @@ from math import inf
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.plan.schedules.makespans import Makespans
 from heterodyne.predictor.software import Software
-from heterodyne.search.fleet.bounded_cache import BoundedCache
+from heterodyne.recent import Recent
 from heterodyne.search.fleet.gradient_sync import Exchange, Exchanges
 from heterodyne.search.fleet.pipeline_memory import PipelineMemory
 from heterodyne.search.fleet.pipeline_time import PipelineTime
@@ -55,10 +55,10 @@ class Predictor:
     tables: Tables
     global_batch: int
     software: Software = field(default_factory=Software)
-    _after: BoundedCache[tuple[Mix, Layout, int], tuple[float, float]] = field(default_factory=BoundedCache, repr=False)
-    _exchanged: BoundedCache[tuple[Mix, Layout], Exchanges] = field(
-        default_factory=lambda: BoundedCache(64), repr=False
+    _after: Recent[tuple[Mix, Layout, int], tuple[float, float]] = field(
+        default_factory=lambda: Recent(1024), repr=False
     )
+    _exchanged: Recent[tuple[Mix, Layout], Exchanges] = field(default_factory=lambda: Recent(64), repr=False)
 
     @cached_property
     def network(self) -> RingNetwork:

@@ -20,7 +20,7 @@ from math import inf
 from heterodyne.cluster.fleet import Fleet, Pool
 from heterodyne.cost.layers import Widths
 from heterodyne.predictor.software import Software
-from heterodyne.search.fleet.bounded_cache import BoundedCache
+from heterodyne.recent import Recent
 from heterodyne.search.fleet.fleet_wires import Wires
 from heterodyne.search.fleet.gradient_sync import Exchanges, GradientSync, Line, Placed, RingCost
 from heterodyne.search.fleet.plan import Layout, Template, TemplateStage
@@ -46,12 +46,12 @@ class RingNetwork:
         return {}
 
     @cached_property
-    def _lines(self) -> BoundedCache[tuple[StageSums, int, Layout], Line]:
-        return BoundedCache()
+    def _lines(self) -> Recent[tuple[StageSums, int, Layout], Line]:
+        return Recent(1024)
 
     @cached_property
-    def _until(self) -> BoundedCache[Template, list[int]]:
-        return BoundedCache()
+    def _until(self) -> Recent[Template, list[int]]:
+        return Recent(1024)
 
     def send_s(self, template: Template, stage: int, size_bytes: float, layout: Layout) -> float:
         """Return the seconds of a message from a stage to the next one: over the link inside a node, or over the share of the node's link

@@ -31,6 +31,7 @@ from heterodyne.search.fleet.evaluator import Evaluator, Watch
 from heterodyne.search.fleet.kinds import StageKinds
 from heterodyne.search.fleet.lower_bound import lower_bound_s
 from heterodyne.search.fleet.mixes import Mixes
+from heterodyne.search.fleet.neighbourhood import Neighbourhood
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.pipeline_table import PipelineTable
 from heterodyne.search.fleet.plan import SPLIT, Candidate, Mix, ScheduleName, Template, mix_of
@@ -171,14 +172,8 @@ class Search:
         space = self.space
         if space.schedules != space.first_schedules and not self.evaluator.late():
             self._propose(best, columns)
-        climbing = Climbing(
-            evaluator=self.evaluator,
-            cutter=self._cutter,
-            kinds=self.kinds,
-            columns=list(columns),
-            objective=self.objective,
-            limits=self.limits,
-        )
+        moves = Neighbourhood(kinds=self.kinds, cutter=self._cutter, columns=list(columns), limits=self.limits)
+        climbing = Climbing(evaluator=self.evaluator, moves=moves, objective=self.objective)
         if space.plain_schedules != space.first_schedules:
             best = climbing.rescheduled(best, space.plain_schedules)
         best = climbing.improved(best)

@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from heterodyne.cluster.fleet import Fleet
+from heterodyne.recent import Recent
 from heterodyne.search.fleet.arrays import Floats, Ints
-from heterodyne.search.fleet.bounded_cache import BoundedCache
 from heterodyne.search.fleet.plan import Mix, Template
 from heterodyne.search.fleet.tables import CommVolume, Table, Tables
 
@@ -94,7 +94,7 @@ class StageTables:
     tables: Tables
     _known: dict[Template, tuple[Table, ...]] = field(default_factory=dict, repr=False)
     _tied: dict[Template, tuple[tuple[int, ...], float]] = field(default_factory=dict, repr=False)
-    _sums: BoundedCache[Template, StageSums] = field(default_factory=BoundedCache, repr=False)
+    _sums: Recent[Template, StageSums] = field(default_factory=lambda: Recent(1024), repr=False)
 
     def of(self, template: Template) -> tuple[Table, ...]:
         """Raises KeyError if the costs of a stage are not known."""

@@ -1,35 +1,30 @@
-"""Layer costs of a model on classes of measured devices: those of `cost.model` for one member, for any number of members.
+"""Seconds of a model on classes of measured devices: those of `cost.model` for one member, for any number of members.
 
-The layers are the blocks of the graph. A sharded stage costs what its devices take together, collectives included, on the first devices
-of the class in one node.
+A sharded stage costs what its devices take together, collectives included, on the first devices of the class in one node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Literal
+from dataclasses import dataclass, field
 
-from heterodyne.cost.block_cost import block_cost, trained_bytes, typical_blocks
-from heterodyne.cost.layers import LayerCost, Widths
+from heterodyne.cost.graph_layers import BlockTime, trained_bytes
+from heterodyne.cost.layers import Way, Widths
 from heterodyne.cost.memory import gradient_bytes
 from heterodyne.cost.model import CostModel
+from heterodyne.cost.recipe import Recipe
 from heterodyne.cost.sharded_stage import ShardedStageCost
 from heterodyne.errors import MeasureError, PlanError
-from heterodyne.graph.ir import Block
+from heterodyne.graph.ir import Block, ModelGraph
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Pipeline, Stage
 
-__all__ = ["ClassLayers", "Way"]
-
-Way = Literal["split", "context"]
-"""Of weights, or of sequences."""
+__all__ = ["ClassTimes"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassLayers:
-    """Implements `cost.layers.LayerCosts`.
+class ClassTimes:
+    """Implements `cost.graph_layers.BlockTimes`.
 
     Args:
         members: for each class its devices.
@@ -48,23 +43,21 @@ class ClassLayers:
     _in_parts: dict[tuple[str, Way, int], ShardedStageCost | None] = field(
         default_factory=dict, repr=False, compare=False
     )
-    _made: dict[tuple[str, str, Widths, int], LayerCost | None] = field(default_factory=dict, repr=False, compare=False)
 
     @property
-    def layers(self) -> tuple[str, ...]:
-        return tuple(block.kind for block in self.model.graph.blocks)
+    def graph(self) -> ModelGraph:
+        return self.model.graph
 
-    @cached_property
-    def _typical(self) -> Mapping[str, Block]:
-        return typical_blocks(self.model.graph)
+    @property
+    def recipe(self) -> Recipe:
+        return self.model.recipe
 
     def widths(self, device_kind: str) -> tuple[Widths, ...]:
         """One device, and powers of two of the devices of the class in one node, in the ways that pay."""
         most = len(self._beside(device_kind))
-        names = {"split": "tensor", "context": "context"}
         powers = [1 << power for power in range(1, most.bit_length())]
         ways = [way for way in self.ways if powers and self._pays(device_kind, way)]
-        return (Widths(), *(Widths(**{names[way]: count}) for way in ways for count in powers))
+        return (Widths(), *(Widths.along(way, count) for way in ways for count in powers))
 
     def _pays(self, device_kind: str, way: Way) -> bool:
         """Whether devices that could hold the whole model gain from sharding it: where two take longer than one, more do so too, since each
@@ -77,49 +70,32 @@ class ClassLayers:
         alone_s = self.model.compute[self.members[device_kind][0]].micro_batch_s(size)
         return sum(together.together_s(direction, size)[0] for direction in ("F", "B")) < alone_s
 
-    def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
+    def time(self, device_kind: str, block: Block, widths: Widths, size: int) -> BlockTime | None:
         """None above the largest micro-batch, and for sharding that does not make the model smaller."""
-        if widths not in self.widths(device_kind) or micro_batch > self.largest[device_kind]:
+        if size > self.largest[device_kind]:
             return None
-        key = (device_kind, layer_kind, widths, micro_batch)
-        if key not in self._made:
-            self._made[key] = self._cost(device_kind, self._typical[layer_kind], widths, micro_batch)
-        return self._made[key]
-
-    def _cost(self, device_kind: str, block: Block, widths: Widths, size: int) -> LayerCost | None:
         device, span = self.members[device_kind][0], (block.start, block.stop)
         compute, parts = self.model.compute[device], None
         forward_s, backward_s = compute.seconds("F", span, size), compute.seconds("B", span, size)
         if widths.devices > 1:
-            together = self._together(device_kind, "split" if widths.tensor > 1 else "context", widths.devices)
+            together = self._together(device_kind, widths.way, widths.devices)
             if together is None:
                 return None
             parts = together.parts(size)
             forward_s, backward_s = (together.together_s(kind, size, span)[0] for kind in ("F", "B"))
-        trained = trained_bytes(self.model.graph, block, parts)
-        cost = block_cost(
-            self.model.graph,
-            block,
-            size,
-            self.model.recipe,
-            forward_s=forward_s,
-            backward_s=backward_s,
-            update_s=self.model.measured(device).optimizer_s_per_byte * trained * (1 + self.model.recipe.clip_to_step),
-            parts=parts,
-        )
-        return cost if parts is not None else self._with_measured_bytes(cost, device, block, size)
+        per_byte_s = self.model.measured(device).optimizer_s_per_byte
+        update_s = per_byte_s * trained_bytes(self.graph, block, parts) * (1 + self.recipe.clip_to_step)
+        time = BlockTime(forward_s, backward_s, update_s, parts)
+        return time if parts is not None else self._with_measured_bytes(time, device, block, size)
 
-    def _with_measured_bytes(self, cost: LayerCost, device: str, block: Block, size: int) -> LayerCost:
-        """The cost of a whole block with the bytes that `DeviceMemory` counts for its activations and its workspace."""
+    def _with_measured_bytes(self, time: BlockTime, device: str, block: Block, size: int) -> BlockTime:
+        """With the bytes that `DeviceMemory` counts for the activations and the workspace of a whole block."""
         memory, span = self.model.device_memory[device], (block.start, block.stop)
         # Where no peak was measured, the gradient that autograd hands over is no part of the workspace.
-        weights = [gradient_bytes(p) for p in self.model.graph.parameters_of(block) if p.trainable]
+        weights = [gradient_bytes(p) for p in self.graph.parameters_of(block) if p.trainable]
         handed = 0 if memory.tells_peaks else max(weights, default=0)
-        kept = memory.activations(size, span)
-        return replace(
-            cost,
-            kept_bytes=kept,
-            kept_bytes_recomputed=min(kept, cost.kept_bytes_recomputed),
+        return time._replace(
+            kept_bytes=memory.activations(size, span),
             workspace_bytes=memory.workspace(size, span) + memory.holes(size, span) + handed,
         )
 
@@ -139,6 +115,5 @@ class ClassLayers:
                 found = self.model.sharded_stage(pipeline, 0)
             except (PlanError, MeasureError):  # it cannot lie so, or nothing is known of what joins the devices
                 found = None
-            divides = found is not None and any(strategy.divides for strategy in found.sharding.strategies.values())
-            self._in_parts[key] = found if divides else None
+            self._in_parts[key] = found if found is not None and found.sharding.divides else None
         return self._in_parts[key]

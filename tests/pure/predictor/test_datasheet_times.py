@@ -10,7 +10,7 @@ from heterodyne.cluster.fleet import Fleet, Pool
 from heterodyne.cost.layers import Widths
 from heterodyne.cost.recipe import Recipe
 from heterodyne.graph import Size, TensorSpec
-from heterodyne.predictor.graph_costs import graph_layers
+from heterodyne.predictor.datasheet_times import graph_layers
 from pure.build import graph
 
 FLEET = Fleet(

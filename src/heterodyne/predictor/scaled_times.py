@@ -1,4 +1,4 @@
-"""The table of layer costs of a fleet of which some kinds were measured: the others as their datasheets say, times what measuring teaches.
+"""Seconds on a fleet of which some kinds were measured: the others as their datasheets say, times what measuring teaches.
 
 Of a kind that was measured and has a datasheet, the seconds of a micro-batch as measured over those as predicted are its *ratio*. Kinds
 that were not measured take the geometric mean of the ratios: what all of them miss alike (the model, its software). A measured kind in
@@ -8,47 +8,48 @@ parts, which nobody has measured, takes its own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import exp, log
 
 from heterodyne.cluster.fleet import Fleet, Pool
-from heterodyne.cost.layers import LayerCost, Widths
-from heterodyne.cost.measured_layers import MeasuredLayers
+from heterodyne.cost.graph_layers import BlockTime, GraphLayers
+from heterodyne.cost.layers import Widths, compute_s
+from heterodyne.cost.measured_times import MeasuredTimes
+from heterodyne.cost.recipe import Recipe
 from heterodyne.errors import ClusterError
-from heterodyne.predictor.graph_costs import GraphLayers, graph_layers
+from heterodyne.graph.ir import Block, ModelGraph
+from heterodyne.predictor.datasheet_times import DatasheetTimes, datasheet_times
 from heterodyne.predictor.software import Software
 
-__all__ = ["MixedLayers", "mixed_layers"]
+__all__ = ["ScaledTimes", "scaled_times"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixedLayers:
-    """Implements `cost.layers.LayerCosts`. ``predicted``: of every kind that has a datasheet."""
+class ScaledTimes:
+    """Implements `cost.graph_layers.BlockTimes`. ``predicted``: of every kind that has a datasheet."""
 
-    measured: MeasuredLayers
-    predicted: GraphLayers
-    _made: dict[tuple[str, str, Widths, int], LayerCost | None] = field(default_factory=dict, repr=False, compare=False)
+    measured: MeasuredTimes
+    predicted: DatasheetTimes
 
     @property
-    def layers(self) -> tuple[str, ...]:
-        return self.measured.layers
+    def graph(self) -> ModelGraph:
+        return self.measured.graph
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.measured.recipe
 
     def widths(self, device_kind: str) -> tuple[Widths, ...]:
         of = {*self.measured.widths(device_kind), *self.predicted.widths(device_kind)}
         return tuple(sorted(of, key=lambda own: (own.devices, own)))
 
-    def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
-        """None for a kind of device that was not measured and has no datasheet, and as either table says."""
-        alone = widths.tensor == widths.context == 1
-        if alone and self.measured.widths(device_kind):
-            return self.measured.cost(device_kind, layer_kind, widths, micro_batch)
-        key = (device_kind, layer_kind, widths, micro_batch)
-        if key not in self._made:
-            cost = self.predicted.cost(*key)
-            ratio = self.ratios.get(device_kind, self.ratio)
-            self._made[key] = None if cost is None else _longer(cost, ratio)
-        return self._made[key]
+    def time(self, device_kind: str, block: Block, widths: Widths, size: int) -> BlockTime | None:
+        """None as who knows the kind of device says."""
+        if widths.devices == 1 and self.measured.widths(device_kind):
+            return self.measured.time(device_kind, block, widths, size)
+        time, ratio = self.predicted.time(device_kind, block, widths, size), self.ratios.get(device_kind, self.ratio)
+        return time and time._replace(forward_s=time.forward_s * ratio, backward_s=time.backward_s * ratio)
 
     @cached_property
     def ratios(self) -> Mapping[str, float]:
@@ -58,7 +59,7 @@ class MixedLayers:
             size = self.measured.largest(kind)
             if size is None:
                 continue
-            measured, predicted = (self._micro_batch_s(table, kind, size) for table in (self.measured, self.predicted))
+            measured, predicted = (compute_s(GraphLayers(own), kind, size) for own in (self.measured, self.predicted))
             if measured > 0 and predicted > 0:
                 found[kind] = measured / predicted
         return found
@@ -79,12 +80,8 @@ class MixedLayers:
             return f"{', '.join(missing)}: from datasheets as they are, since no measured kind has one to compare with"
         return f"{', '.join(missing)}: from datasheets, times {self.ratio:.2f} ({told} what its datasheet says of this model)"
 
-    def _micro_batch_s(self, table: MeasuredLayers | GraphLayers, kind: str, size: int) -> float:
-        costs = (table.cost(kind, layer, Widths(), size) for layer in self.layers)
-        return sum(cost.forward_s + cost.backward_s for cost in costs if cost is not None)
 
-
-def mixed_layers(measured: MeasuredLayers, fleet: Fleet, software: Software) -> MixedLayers:
+def scaled_times(measured: MeasuredTimes, fleet: Fleet, software: Software) -> ScaledTimes:
     """For all kinds of a fleet. Raises ClusterError for one that was not measured and whose datasheet lacks a number that is needed."""
     known = [pool for pool in fleet.pools if not measured.widths(pool.kind) or _has_datasheet(fleet, pool.kind)]
     there = {pool.kind for pool in known}
@@ -96,11 +93,11 @@ def mixed_layers(measured: MeasuredLayers, fleet: Fleet, software: Software) -> 
     with_datasheets = replace(fleet, pools=(*known, *teach)) if known or teach else None
     recipe = measured.recipe
     predicted = (
-        GraphLayers(graph=measured.graph, chips={}, networks={}, recipe=recipe, software=software)
+        DatasheetTimes(graph=measured.graph, chips={}, networks={}, recipe=recipe, software=software)
         if with_datasheets is None
-        else graph_layers(measured.graph, with_datasheets, recipe=recipe, software=software)
+        else datasheet_times(measured.graph, with_datasheets, recipe=recipe, software=software)
     )
-    return MixedLayers(measured=measured, predicted=predicted)
+    return ScaledTimes(measured=measured, predicted=predicted)
 
 
 def _has_datasheet(fleet: Fleet, kind: str) -> bool:
@@ -108,8 +105,3 @@ def _has_datasheet(fleet: Fleet, kind: str) -> bool:
         return fleet.accelerator(kind).memory_bandwidth_bytes_per_s is not None
     except ClusterError:
         return False
-
-
-def _longer(cost: LayerCost, ratio: float) -> LayerCost:
-    again_s = None if cost.forward_again_s is None else cost.forward_again_s * ratio
-    return replace(cost, forward_s=cost.forward_s * ratio, backward_s=cost.backward_s * ratio, forward_again_s=again_s)

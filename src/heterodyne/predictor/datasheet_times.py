@@ -1,31 +1,38 @@
-"""The table of layer costs of any captured model, op by op, filled from datasheets.
+"""Seconds of any captured model on devices that nobody has measured, op by op, from datasheets.
 
-The layers are the blocks of the graph. Devices of a stage have samples of their own, or parts of all weights or of the sequence, as the
-rules of the ops allow (`graph_parts`); on each then counts the device with the largest part of an op.
+Devices of a stage have samples of their own, or parts of all weights or of the sequence, as the rules of the ops allow; on each then
+counts the device with the largest part of an op. How tensors lie and what is exchanged is worked out for the whole model as one stage, as
+the runtime works it out (`plan.sharded_stage`); alike blocks then lie alike. At the borders of a stage samples are dealt out too, which
+costs it a gather more that is not counted here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
+from typing import Final
 
 from heterodyne.cluster.fleet import Fleet
-from heterodyne.cost.block_cost import block_cost, trained_bytes, typical_blocks
-from heterodyne.cost.layers import DATA_WIDTHS, LayerCost, Widths
+from heterodyne.cost.exchange import Round
+from heterodyne.cost.graph_layers import BlockTime, GraphLayers, meetings_of, trained_bytes
+from heterodyne.cost.layers import DATA_WIDTHS, WAYS, Way, Widths
 from heterodyne.cost.op_shares import StageShares
 from heterodyne.cost.recipe import Recipe
+from heterodyne.errors import PlanError
 from heterodyne.graph.ir import Block, ModelGraph, Op, Ref
+from heterodyne.graph.sharding import Sharding
+from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.plan.plan import Layout, Pipeline, Region, Stage
 from heterodyne.plan.precision import precision_of
+from heterodyne.plan.sharded_stage import shard_stage
 from heterodyne.predictor.devices import chip_of, networks_of
-from heterodyne.predictor.graph_parts import GraphParts, exchanged_s
 from heterodyne.predictor.kernels import Attention, Kernels, Product
 from heterodyne.predictor.network import Network
 from heterodyne.predictor.roofline import Chip, kernels_s
 from heterodyne.predictor.software import Software
 
-__all__ = ["GraphLayers", "graph_layers"]
+__all__ = ["DatasheetTimes", "datasheet_times", "graph_layers"]
 
 _ATTENTION = "scaled_dot_product_attention"
 _VIEWS = frozenset(
@@ -34,76 +41,92 @@ _VIEWS = frozenset(
 _PARTS = (2, 4, 8)
 _LEAST_FLOPS_A_BYTE = 1.0
 """Ops with fewer are elementwise: their operations never count."""
+_SAMPLES: Final = {"split": 4, "context": 1}
+"""Of the micro-batch for which it is worked out what lies how: sequences are cut where one alone is long, else samples would be."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraphLayers:
-    """Implements `cost.layers.LayerCosts`."""
+class DatasheetTimes:
+    """Implements `cost.graph_layers.BlockTimes`."""
 
     graph: ModelGraph
     chips: Mapping[str, Chip]
     networks: Mapping[str, Network]
     recipe: Recipe = field(default_factory=Recipe)
     software: Software = field(default_factory=Software)
-    _made: dict[tuple[str, str, Widths, int], LayerCost | None] = field(default_factory=dict, repr=False, compare=False)
-
-    @cached_property
-    def layers(self) -> tuple[str, ...]:
-        return tuple(block.kind for block in self.graph.blocks)
-
-    @cached_property
-    def _typical(self) -> Mapping[str, Block]:
-        return typical_blocks(self.graph)
-
-    @cached_property
-    def _parts(self) -> GraphParts:
-        return GraphParts(graph=self.graph)
+    _shardings: dict[tuple[Way, int], Sharding | None] = field(default_factory=dict, repr=False, compare=False)
+    _parts: dict[tuple[Way, int, int], StageShares] = field(default_factory=dict, repr=False, compare=False)
 
     def widths(self, device_kind: str) -> tuple[Widths, ...]:
         """In one way beside the samples, inside a node."""
         if device_kind not in self.networks:
             return ()
         node = self.networks[device_kind].devices
-        ways = [Widths(), *(Widths(**{way: n}) for way in ("tensor", "context") for n in _PARTS if n <= node)]
+        ways = [Widths(), *(Widths.along(way, n) for way in WAYS for n in _PARTS if n <= node)]
         found = (own._replace(data=data) for own in ways for data in DATA_WIDTHS)
         return tuple(own for own in found if own.devices <= node or own.devices == own.data)
 
-    def cost(self, device_kind: str, layer_kind: str, widths: Widths, micro_batch: int) -> LayerCost | None:
-        """None for a kind of device or of block that there is not, where samples would be divided, and for parts in which the model does
-        not get smaller.
-        """
-        if layer_kind not in self._typical or widths not in self.widths(device_kind) or micro_batch % widths.data:
-            return None
-        own = widths._replace(data=1)
-        key = (device_kind, layer_kind, own, micro_batch // widths.data)
-        if key not in self._made:
-            self._made[key] = self._cost(*key)
-        made = self._made[key]
-        return None if made is None else made.beside(widths.data)
-
-    def _cost(self, device_kind: str, layer_kind: str, widths: Widths, size: int) -> LayerCost | None:
-        block, chip = self._typical[layer_kind], self.chips[device_kind]
-        parts, exchanged = None, (0.0, 0.0)
+    def time(self, device_kind: str, block: Block, widths: Widths, size: int) -> BlockTime | None:
+        """None for parts in which the model does not get smaller."""
+        chip, parts, exchanged = self.chips[device_kind], None, (0.0, 0.0)
         if widths.devices > 1:
-            parts = self._parts.of("split" if widths.tensor > 1 else "context", widths.devices, size)
+            parts = self._of_members(widths.way, widths.devices, size)
             if parts is None:
                 return None
             scale = 0.5 if self.recipe.precision == "bf16" else 1.0
-            exchanged = exchanged_s(block, parts, self.networks[device_kind], scale)
+            exchanged = _exchanged_s(block, parts, self.networks[device_kind], scale)
         kernels = _kernels(self.graph.ops_of(block), size, parts)
         forward, backward = kernels_s(kernels, chip, launch=self.software.launch)
         trained = trained_bytes(self.graph, block, parts)
-        return block_cost(
-            self.graph,
-            block,
-            size,
-            self.recipe,
+        return BlockTime(
             forward_s=forward + exchanged[0],
             # A gradient is read and added to a sum.
             backward_s=backward + exchanged[1] + 3 * trained / chip.memory_bytes_per_s,
             update_s=self.recipe.update_passes * trained / chip.memory_bytes_per_s,
             parts=parts,
         )
+
+    def _of_members(self, way: Way, members: int, samples: int) -> StageShares | None:
+        """For micro-batches of so many samples on so many alike devices; None where the model does not get smaller so."""
+        if (way, members) not in self._shardings:
+            try:
+                self._shardings[way, members] = self._sharded(way, members)
+            except PlanError:  # something works in place on what would be cut, or samples cannot be distinguished
+                self._shardings[way, members] = None
+        sharding = self._shardings[way, members]
+        if sharding is None:
+            return None
+        key = (way, members, samples)
+        if key not in self._parts:
+            self._parts[key] = StageShares(sharding=sharding, samples=samples)
+        return self._parts[key]
+
+    def _sharded(self, way: Way, members: int) -> Sharding | None:
+        stage = Stage(
+            ops=(0, len(self.graph.ops)),
+            devices=tuple(map(str, range(members))),
+            regions=(Region(layout=Layout(kind=way, shares=(1,) * members)),),
+        )
+        pipeline = Pipeline(micro_batches=MicroBatches((_SAMPLES[way],)), stages=(stage,))
+        found = shard_stage(self.graph, pipeline, 0)
+        return found if found is not None and found.divides else None
+
+
+def _exchanged_s(block: Block, parts: StageShares, network: Network, scale: float) -> tuple[float, float]:
+    """Seconds of a forward and of a backward in which the devices exchange inside of a block. ``scale``: of activations' bytes."""
+    forward = backward = 0.0
+    for meeting in meetings_of(parts.sharding.graph, block, parts):
+        of_bytes = 1.0 if meeting.inside else scale  # statistics are in single precision
+        forward += _rounds_s(meeting.forward, network, of_bytes)
+        backward += _rounds_s(meeting.backward, network, of_bytes)
+    return forward, backward
+
+
+def _rounds_s(rounds: Iterable[Round], network: Network, scale: float) -> float:
+    return sum(
+        network.all_to_all_s(network.group(len(sent)), scale * max(sum(of_member) for of_member in sent))
+        for sent in rounds
+    )
 
 
 def _kernels(ops: tuple[Op, ...], size: int, parts: StageShares | None) -> Kernels:
@@ -148,12 +171,19 @@ def _product(op: Op, flops: float, shape: list[float]) -> Product:
     return Product(m=numel / columns, n=columns, k=max(1.0, flops / (2 * numel)))
 
 
-def graph_layers(
+def datasheet_times(
     graph: ModelGraph, fleet: Fleet, *, recipe: Recipe | None = None, software: Software | None = None
-) -> GraphLayers:
+) -> DatasheetTimes:
     """For all kinds of a fleet. Raises ClusterError for a kind whose datasheet lacks a number that is needed."""
     recipe, software = recipe or Recipe(), software or Software()
     chips = {
         kind: chip_of(fleet.accelerator(kind), precision_of(recipe.precision, kind), software) for kind in fleet.kinds
     }
-    return GraphLayers(graph=graph, chips=chips, networks=networks_of(fleet), recipe=recipe, software=software)
+    return DatasheetTimes(graph=graph, chips=chips, networks=networks_of(fleet), recipe=recipe, software=software)
+
+
+def graph_layers(
+    graph: ModelGraph, fleet: Fleet, *, recipe: Recipe | None = None, software: Software | None = None
+) -> GraphLayers:
+    """The table of layer costs from `datasheet_times`."""
+    return GraphLayers(datasheet_times(graph, fleet, recipe=recipe, software=software))
