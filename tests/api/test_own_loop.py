@@ -379,6 +379,87 @@ def test_a_loop_whose_memory_ends_goes_on_from_what_was_in_memory(
     assert losses(range(3, 6), again, resume=True) == wanted[3:]
 
 
+class Rows:
+    """A dataset in memory."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        inputs, targets = batch_of(1, index)
+        return {"input": inputs[0], "target": targets[0]}
+
+
+@pytest.mark.parametrize("ends", ["a checkpoint", "memory", "memory, with a counter"])
+def test_registered_objects_go_on_with_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    """Losses and rates are those of a loop that nothing has ended, after three of seven steps."""
+
+    class Counter:
+        steps = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"steps": self.steps}
+
+        def load_state_dict(self, state: Mapping[str, int]) -> None:
+            self.steps = state["steps"]
+
+    def loop(last: int, *, resume: bool = False) -> list[tuple[float, float, int]]:
+        batches, counter = hd.batches(Rows(), global_batch_size=8, epochs=2, seed=3), Counter()
+        found = []
+        with hd.distribute(
+            classifier(),
+            batches.example(),
+            loss=lambda output, batch: F.cross_entropy(output, batch["target"]),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            global_batch_size=8,
+            plan=hd.PlanOptions(measure_s=0.05, rehearsal_s=0, micro_batch_sizes=(4,)),
+            run=hd.RunOptions(tmp_path / "run", resume=resume),
+        ) as trainer:
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(trainer.optimizer, gamma=0.5)
+            trainer.register_for_checkpointing(scheduler=scheduler, batches=batches)
+            if ends != "memory":
+                trainer.register_for_checkpointing(counter=counter)
+            for batch in batches:
+                counter.steps += 1
+                rate = trainer.optimizer.param_groups[0]["lr"]
+                found.append((trainer.step(batch).loss, rate, counter.steps if ends == "a checkpoint" else 0))
+                scheduler.step()
+                if trainer.steps_done == last:
+                    trainer.save_checkpoint()
+                    break
+            return found
+
+    wanted = loop(7)
+    shutil.rmtree(tmp_path / "run")
+    if ends == "a checkpoint":
+        assert loop(3) == wanted[:3]
+        assert loop(7, resume=True) == wanted[3:]
+        return
+    whole = Worker.step
+
+    def short(worker: Worker, batch: Any, step: int | None = None) -> StepResult:
+        if worker.steps_done == 3:
+            raise OutOfMemoryError("no room", rank=0, host="here")
+        return whole(worker, batch, step)
+
+    monkeypatch.setattr(Worker, "step", short)
+    with pytest.raises(OutOfMemoryError):
+        loop(7)
+    monkeypatch.undo()
+    # Of a counter nobody knows whether it has counted the step under way.
+    assert loop(7, resume=True) == (wanted[3:] if ends == "memory" else wanted)
+
+
+def test_what_has_no_state_is_not_registered() -> None:
+    with (
+        hd.distribute(
+            classifier(), batch_of(8), loss=nn.CrossEntropyLoss(), plan=hd.PlanOptions(measure_s=0.05)
+        ) as trainer,
+        pytest.raises(CheckpointError, match=r"data is a list, which has no state_dict\(\): it cannot be kept"),
+    ):
+        trainer.register_for_checkpointing(data=[1])
+
+
 def test_a_loop_is_told_that_it_shall_stop_and_can_save_what_it_has(tmp_path: Path) -> None:
     with hd.distribute(
         classifier(),
@@ -407,7 +488,7 @@ def test_a_checkpoint_of_weights_that_give_no_loss_is_set_aside_in_a_loop(
 
     def spoilt(worker: Worker, batch: Any, step: int | None = None) -> StepResult:
         result = whole(worker, batch, step)
-        return replace(result, loss=math.nan, fault="the loss is not finite") if result.step >= 4 else result
+        return replace(result, loss=math.nan, found="the loss is not finite") if result.step >= 4 else result
 
     monkeypatch.setattr(Worker, "step", spoilt)
     with hd.distribute(

@@ -347,7 +347,7 @@ class Distributed:
 
         Args:
             directory: of the checkpoints, one that all ranks see; None: that of the run directory.
-            extra: what else shall be kept, the same on every rank: the state of a scheduler, the position in the data.
+            extra: what else shall be kept, the same on every rank; see `register_for_checkpointing` for objects.
             keep: so many of the newest stay.
 
         A signal that asks to stop is obeyed when the checkpoint is whole. Raises CheckpointError on every rank if any of them cannot write,
@@ -359,6 +359,18 @@ class Distributed:
             path = self._engine.save(self._checkpoints(directory, keep), {EXTRA: dict(extra)} if extra else {})
         self._tell(lambda callback: callback.on_save(self, path))
         return path
+
+    @checked_arguments
+    def register_for_checkpointing(self, **objects: Any) -> None:
+        """Keep the state of these objects in checkpoints, under the names that are given: `batches`, schedulers, anything that has
+        ``state_dict()`` and ``load_state_dict()``, the same on every rank.
+
+        An object takes over the state that a checkpoint has of it, whether that is loaded later or was loaded before. Schedulers and what
+        deals batches go on rightly, too, where the run goes on from what was kept when memory ended; with other objects nothing is kept
+        then. Raises CheckpointError for an object without these methods.
+        """
+        with self._calls.named("register_for_checkpointing()"):
+            self._engine.registered.add(objects)
 
     @checked_arguments
     def load_checkpoint(self, directory: Path | str | None = None) -> dict[str, Any] | None:

@@ -25,6 +25,7 @@ from heterodyne.processes.heap import give_back_memory
 from heterodyne.processes.signals import StopRequest
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints, taken_from
 from heterodyne.runtime.checkpoint.random_state import random_state, restore_random_state, taken
+from heterodyne.runtime.checkpoint.registered import Registered
 from heterodyne.runtime.checkpoint.rescue import Moment, Rescue
 from heterodyne.runtime.checkpoint.state_names import StateNames
 from heterodyne.runtime.comm.agreement import Agreement
@@ -40,8 +41,8 @@ from heterodyne.text_files import write_text
 
 __all__ = ["DATA", "EXTRA", "Engine", "Outcome"]
 
-DATA, EXTRA = "data", "extra"
-"""Entries of a checkpoint that are not the worker's: the position in the data of a job, and ``extra`` of a loop."""
+DATA, EXTRA, REGISTERED = "data", "extra", "registered"
+"""Entries of a checkpoint that are not the worker's: the position in the data of a job; ``extra`` and registered objects of a loop."""
 
 Batch = Mapping[str, Tensor] | BatchSource
 
@@ -109,6 +110,8 @@ class Engine:
         self._skipped = SkippedSteps(most_skipped, say)
         self._unproved: tuple[Checkpoints, int] | None = None  # a checkpoint whose weights have given no loss yet
         self._checkpoints: Checkpoints | None = None  # the latest that were written or read
+        self.registered = Registered()
+        """Objects of the script whose state checkpoints keep."""
         self._extra = False  # scripts keep something in checkpoints that nobody else knows
         self._stopping: Callable[[], bool] = lambda: False
         self._unnoted: Callable[[], None] | None = None  # writes down the last step, once the device has decided it
@@ -149,6 +152,8 @@ class Engine:
         self.begin()
         started_s = time.perf_counter()
         self._mark()
+        if self._rescue is not None:
+            self.registered.begin()
         batch = read()
         if self._ranks.size > 1 and is_looked_at(self.done):
             sample = self._worker.sample()
@@ -161,6 +166,8 @@ class Engine:
         seconds = time.perf_counter() - started_s
         self.longest_s = max(seconds, self.longest_s or 0.0)
         self._mark()
+        if self._rescue is not None:
+            self.registered.end()
         self._loss = result.loss
         self._note_last()
         done, memory_bytes = self.done, self._peak_memory_bytes() if self._writes else 0
@@ -222,7 +229,12 @@ class Engine:
                 require_finite(self._ranks.gather_or_raise(self._worker.not_finite), self.done)
             except NumericsError as error:
                 raise self._stopped(error) from error
-            state = {**self._names.own_state(self._worker.own_state()), **beside}
+            objects = self.registered.state()
+            state = {
+                **self._names.own_state(self._worker.own_state()),
+                **({REGISTERED: objects} if objects else {}),
+                **beside,
+            }
             path = checkpoints.save(self.done, state, identity=self._identity, plan=self._plan)
             self._keep_speeds()
         self._checkpoints, self._unproved = checkpoints, (checkpoints, self.done)
@@ -238,6 +250,7 @@ class Engine:
         with taken_from(f"{found.path} holds a state", "resume from an earlier one by moving it away"):
             state = dict(restored.state)
             beside = {key: state.pop(key) for key in (DATA, EXTRA) if key in state}
+            objects = state.pop(REGISTERED, {})
             self._worker.load_state_dict(self._names.captured_state(state))
             wrong = next(
                 (name for name in self._ranks.gather_or_raise(self._worker.not_finite) if name is not None), None
@@ -248,6 +261,7 @@ class Engine:
                     f"{wrong} is not finite in the checkpoint of step {restored.step}, which no run writes: it was set aside; resume again "
                     "from an earlier one"
                 )
+            self.registered.load(objects)
             if restored.random is not None:
                 restore_random_state(restored.random)
         self._checkpoints, self._unproved = checkpoints, (checkpoints, restored.step)
@@ -322,10 +336,12 @@ class Engine:
 
     def _moment(self) -> Moment | None:
         done, generators = self._generators
-        held = None if self._extra else self._worker.held()
+        objects = None if self._extra else self.registered.after_last_step()
+        held = None if objects is None else self._worker.held()
         if held is None or held["step"] != done:
             return None
-        return Moment(step=done, state=self._names.own_state(held), random=random_state(generators))
+        state = {**self._names.own_state(held), **({REGISTERED: objects} if objects else {})}
+        return Moment(step=done, state=state, random=random_state(generators))
 
     def _is_still(self, moment: Moment) -> bool:
         return self._worker.held() is not None and self._generators[0] == moment.step
@@ -361,7 +377,7 @@ class Engine:
             self._ranks.only_on_rank0(write)
 
     def _wanted(self, keys: Sequence[str]) -> bool:
-        return keys[0] in (DATA, EXTRA) or self._worker.needs(self._names.captured_keys(tuple(keys)))
+        return keys[0] in (DATA, EXTRA, REGISTERED) or self._worker.needs(self._names.captured_keys(tuple(keys)))
 
     def _peak_memory_bytes(self) -> int:
         return peak_memory_bytes(self._worker.device) - self._worker.borrowed_bytes
