@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -158,7 +159,7 @@ def on_ranks(
 @functools.cache
 def graph(smoothing: float = 0.0, even: bool = False) -> ModelGraph:
     """Of the batch that the Trainer begins with: the plans below are made for it."""
-    options = options_of("unused", save_strategy="no", label_smoothing_factor=smoothing)
+    options = options_of(tempfile.gettempdir(), save_strategy="no", label_smoothing_factor=smoothing)
     args = HeterodyneArguments(global_batch_size=GLOBAL, **options)
     trainer = HeterodyneTrainer(
         model_of(),
