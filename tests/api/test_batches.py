@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset, default_collate
 
 import heterodyne as hd
 from heterodyne.errors import CheckpointError, DataError
@@ -50,12 +52,41 @@ def test_streams_and_packing_have_the_same_face() -> None:
         assert next(iter(batches)).samples(1, 2)["labels"].shape == (2, 4)
     padded = hd.batches([{"input_ids": [1] * n} for n in (1, 2, 3)], global_batch_size=3, pad_to=4, shuffle=False)
     assert padded.example()["attention_mask"].sum(1).tolist() == [1, 2, 3]
-    with pytest.raises(TypeError, match="for ever"):
+    with pytest.raises(TypeError, match="forever"):
         len(padded)
     for wrong, says in (({"epochs": 1}, "leave out epochs"), ({"collate": list, "pad_to": 3}, "not both")):
         with pytest.raises(DataError, match=says):
             hd.batches(lambda: iter(documents), global_batch_size=3, **wrong)
     with pytest.raises(DataError, match="a int is no data"):
         hd.batches(3, global_batch_size=3)
-    with pytest.raises(DataError, match="the samples make a list; let each be a dict"):
-        hd.batches([(1, 2), (3, 4)], global_batch_size=2).example()
+
+
+@pytest.mark.parametrize("draws", [False, True], ids=["default collate", "collate that draws"])
+def test_samples_that_are_tuples_train_as_tuples_of_tensors_do(draws: bool) -> None:
+    """As `TensorDataset` and image datasets have them; with `draws` each sample is collated by itself."""
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(16, 4), torch.randint(0, 3, (16,))
+    model = nn.Linear(4, 3)
+
+    def collate(samples: list[Any]) -> Any:
+        torch.rand(())
+        return default_collate(samples)
+
+    batches = hd.batches(
+        TensorDataset(inputs, targets), global_batch_size=8, epochs=1, shuffle=False, collate=collate if draws else None
+    )
+    example = batches.example()
+    assert [tuple(tensor.shape) for tensor in example] == [(4, 4), (4,)]
+    expected = [nn.functional.cross_entropy(model(inputs[n : n + 8]), targets[n : n + 8]).item() for n in (0, 8)]
+    with hd.distribute(
+        model,
+        example,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        global_batch_size=8,
+        plan=hd.PlanOptions(measure_s=0.05, rehearsal_s=0),
+    ) as trainer:
+        assert [trainer.step(batch).loss for batch in batches] == pytest.approx(expected, rel=1e-5)
+        wrong = hd.batches(TensorDataset(inputs, targets + 3), global_batch_size=8, shuffle=False)
+        with pytest.raises(DataError, match=r"sample 0 \(number 0 of the dataset\): target holds [345]"):
+            trainer.step(next(iter(wrong)))

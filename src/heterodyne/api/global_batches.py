@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import default_collate
 
 from heterodyne.arguments import checked_arguments
@@ -46,17 +45,11 @@ class Batches:
         return self._last
 
     @checked_arguments
-    def example(self, samples: int = 4) -> Mapping[str, Tensor]:
-        """The first samples of the run, to be given to `heterodyne.distribute`. Raises DataError if they are no mapping."""
+    def example(self, samples: int = 4) -> Any:
+        """Return the first samples of the run, to be given to `heterodyne.distribute`: tensors by name, a tuple of them, or one."""
         source = self._source
         batch = source.batch_at(0, source.batch_size) if isinstance(source, DatasetSource) else source.batch(0)
-        example = batch.samples(0, min(samples, batch.size))
-        if not isinstance(example, Mapping):
-            raise DataError(
-                f"the samples make a {type(example).__name__}; let each be a dict, by the names of the model's inputs, or give a "
-                "collate that makes one"
-            )
-        return example
+        return batch.samples(0, min(samples, batch.size))
 
     def close(self) -> None:
         """End the processes that read ahead; a later batch starts them again. They end with this process in any case."""
@@ -118,8 +111,8 @@ def batches(
     DataLoader. Batches go on over the end of an epoch; what is left at the end of the last one is not used.
 
     Args:
-        dataset: anything with ``__len__`` and ``__getitem__``, whose samples make a mapping of input names to tensors; or a stream:
-            an iterable that can be gone through again, or a function that makes one.
+        dataset: anything with ``__len__`` and ``__getitem__``, whose samples make a mapping of input names to tensors, or a tuple as
+            `distribute` takes it; or a stream: an iterable that can be gone through again, or a function that makes one.
         seed: decides the order, and what the dataset draws at random for a sample.
         epochs: None: without end. A stream has no end.
         shuffle: False: in the order of the dataset. A stream is shuffled by its ``shuffle_buffer``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +36,13 @@ class BatchFormat:
     target: str | None = None
 
     def named(self, batch: BatchLike, *, without_target: bool = False) -> Mapping[str, Tensor] | BatchSource:
-        """The tensors by name; a `BatchSource` as it is. ``without_target``: what only the loss reads may be missing.
+        """Return the tensors by name; of a `BatchSource`, one that hands them out so. ``without_target``: what only the loss reads may be
+        missing.
 
         Raises DataError for anything else than batches of this format.
         """
         if is_source(batch):
-            return batch
+            return batch if self.names is None else _Named(batch, self)
         if isinstance(batch, Tensor):
             batch = (batch,)
         tensors = _tensors(batch)
@@ -59,6 +60,25 @@ class BatchFormat:
         if self.names is None:
             return tensors
         return tensors[self.names[0]] if self.bare else tuple(tensors[name] for name in self.names if name in tensors)
+
+
+class _Named:
+    """A batch whose samples are tensors or tuples, by name."""
+
+    def __init__(self, source: BatchSource, of: BatchFormat) -> None:
+        self._source, self._format = source, of
+
+    @property
+    def size(self) -> int:
+        return self._source.size
+
+    def samples(self, first: int, count: int) -> Mapping[str, Tensor]:
+        found = self._format.named(self._source.samples(first, count))
+        assert isinstance(found, Mapping)  # samples are no source
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)  # what it says of itself beside
 
 
 def batch_format(model: nn.Module, example: BatchLike, *, has_loss: bool) -> BatchFormat:

@@ -47,7 +47,7 @@ class Collator:
         """Return whether the shape of a batch is known not to depend on the lengths in it."""
         return self.collate is default_collate or isinstance(self.collate, PadTo)
 
-    def __call__(self, samples: Sequence[Any], keys: Sequence[Key], beside: Any = None) -> Mapping[str, Tensor]:
+    def __call__(self, samples: Sequence[Any], keys: Sequence[Key], beside: Any = None) -> Any:
         """The batch of these samples.
 
         Args:
@@ -97,7 +97,12 @@ class Collator:
             )
         return {name: value[:count] if name in rows else value for name, value in batch.items()}
 
-    def _joined(self, parts: Sequence[Mapping[str, Tensor]], keys: Sequence[Key]) -> dict[str, Tensor]:
+    def _joined(self, parts: Sequence[Any], keys: Sequence[Key]) -> Any:
+        if isinstance(parts[0], tuple | list):
+            by_number = [{f"number {number}": each for number, each in enumerate(part)} for part in parts]
+            return tuple(self._joined(by_number, keys).values())
+        if isinstance(parts[0], Tensor):
+            return self._joined([(part,) for part in parts], keys)[0]
         for name, first in parts[0].items():
             shapes = {tuple(part[name].shape) for part in parts}
             if len(shapes) > 1 or not first.dim():

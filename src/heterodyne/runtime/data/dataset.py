@@ -89,9 +89,11 @@ class DatasetBatch:
         keys = [(int(self.epochs[place]), int(self.indices[place])) for place in places]
         with generators_kept():
             samples = [self._sample(place) for place in places]
-        if self.longest is None:
-            return self.collator(samples, keys)
-        return self.collator(samples, keys, samples[self.longest - first] if self.longest in places else self._longest)
+        beside = None
+        if self.longest is not None:
+            beside = samples[self.longest - first] if self.longest in places else self._longest
+        found: Mapping[str, Tensor] = self.collator(samples, keys, beside)
+        return found
 
     @cached_property
     def _longest(self) -> Any:

@@ -120,7 +120,8 @@ class StreamBatch:
         if first < 0 or count < 0 or first + count > self.size:
             raise ValueError(f"samples {first} to {first + count} are not in a batch of {self.size}")
         keys = [(0, self.position + place) for place in range(first, first + count)]
-        return self.collator(self.elements[first : first + count], keys)
+        found: Mapping[str, Tensor] = self.collator(self.elements[first : first + count], keys)
+        return found
 
 
 class StreamSource:
