@@ -17,11 +17,11 @@ from torch._ops import OpOverload
 from heterodyne.errors import PlanError
 from heterodyne.frontend.arguments import argument, mutates, operator_name
 from heterodyne.frontend.describe import ref_of
-from heterodyne.frontend.flat_graph import Region, is_op, region_of, tensors_of
+from heterodyne.frontend.flat_graph import OpModes, is_op, region_of, tensors_of
 from heterodyne.frontend.node_copies import evaluated
 from heterodyne.frontend.sizes import spec_of
 from heterodyne.frontend.stage_graph import Writer
-from heterodyne.frontend.stage_values import Pieces
+from heterodyne.frontend.stage_values import CuttableGraph
 from heterodyne.graph import Ref, Size
 from heterodyne.graph.sharding import Layout, OpStrategy, Sharding, turns
 from heterodyne.graph.sharding.numbered import Numbered, Slot, Step
@@ -42,7 +42,7 @@ _MATRICES: Final = 3  # the first operand of a mixture of experts that holds som
 
 
 def sharded_graph(
-    pieces: Pieces,
+    pieces: CuttableGraph,
     device: torch.device,
     sharding: Sharding,
     *,
@@ -64,7 +64,7 @@ def sharded_graph(
 
 
 class _ShardedWriter(Writer):
-    def __init__(self, pieces: Pieces, device: torch.device, sharding: Sharding, keep: Collection[str]) -> None:
+    def __init__(self, pieces: CuttableGraph, device: torch.device, sharding: Sharding, keep: Collection[str]) -> None:
         super().__init__(pieces, device, keep)
         self._members = self._graph.placeholder("members")
         self._axes = sharding.axes
@@ -141,7 +141,7 @@ class _ShardedWriter(Writer):
             return copy
         key = (copy, want)
         if key not in self._converted:
-            self._switches.to(Region())  # what is converted under no_grad would have no gradient elsewhere
+            self._switches.to(OpModes())  # what is converted under no_grad would have no gradient elsewhere
             for turn in turns(have, want):
                 number = self.steps.setdefault((ref, turn), len(self.steps))
                 copy = self._graph.call_method("convert", (self._members, copy, number))

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, fx, nn
 
 from heterodyne.frontend.arguments import mutates
-from heterodyne.frontend.flat_graph import Region, region_of, tensors_of
+from heterodyne.frontend.flat_graph import OpModes, region_of, tensors_of
 from heterodyne.frontend.node_copies import evaluated, on_device
 from heterodyne.frontend.python_calls import follow_training, to_python
 from heterodyne.frontend.regions import Switches
 from heterodyne.frontend.sizes import size_of
-from heterodyne.frontend.stage_values import Pieces
+from heterodyne.frontend.stage_values import CuttableGraph
 
 __all__ = ["Writer", "stage_graph"]
 
 
 def stage_graph(
-    pieces: Pieces,
+    pieces: CuttableGraph,
     device: torch.device,
     *,
     nodes: Sequence[fx.Node],
@@ -44,7 +44,7 @@ def stage_graph(
 class Writer:
     """Writes the graph of a stage, node by node."""
 
-    def __init__(self, pieces: Pieces, device: torch.device, keep: Collection[str] = ()) -> None:
+    def __init__(self, pieces: CuttableGraph, device: torch.device, keep: Collection[str] = ()) -> None:
         self._pieces = pieces
         self._keep = frozenset(keep)
         self._device = device
@@ -80,7 +80,7 @@ class Writer:
                     self._switches.around_kept(copy)
             else:
                 self._copies[node] = self._size(node)
-        self._switches.to(Region())
+        self._switches.to(OpModes())
         return root
 
     def _meets(self, copy: fx.Node) -> bool:
