@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from heterodyne.frontend.arguments import argument, mutates, operator_name
 from heterodyne.frontend.describe import differentiable, producer_of
 from heterodyne.frontend.export import Traced
-from heterodyne.frontend.flat_graph import OpModes, region_of, tensors_of
+from heterodyne.frontend.flat_graph import Region, region_of, tensors_of
 from heterodyne.frontend.node_copies import on_device
 from heterodyne.frontend.numbered_rows import numbered_rows
 from heterodyne.frontend.python_calls import to_python
@@ -122,7 +122,7 @@ class BlockProgram:
             if dtype is not None:
                 _in_dtype(copies[node], dtype)
             to_python(copies[node])  # as stages call it: a block is timed for what it will cost them
-        switches.to(OpModes())
+        switches.to(Region())
         graph.output(tuple(copies[node] for node in self._results))
         return graph
 

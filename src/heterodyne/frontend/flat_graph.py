@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-__all__ = ["OpModes", "drop_bookkeeping", "inline_one", "is_op", "region_of", "tensors_of"]
+__all__ = ["Region", "drop_bookkeeping", "inline_one", "is_op", "region_of", "tensors_of"]
 
 
 _REGION = "heterodyne_region"
 
 
 @dataclass(frozen=True, slots=True)
-class OpModes:
+class Region:
     """What encloses an op: whether gradients flow, and the autocast (device type, dtype, enabled, cache) if there is one."""
 
     grad: bool = True
@@ -36,9 +36,9 @@ def tensors_of(node: fx.Node) -> tuple[Tensor, ...]:
     return tuple(v for v in value if isinstance(v, Tensor)) if isinstance(value, tuple | list) else ()
 
 
-def region_of(node: fx.Node) -> OpModes:
+def region_of(node: fx.Node) -> Region:
     """Return what encloses the node."""
-    region: OpModes = node.meta.get(_REGION, OpModes())
+    region: Region = node.meta.get(_REGION, Region())
     return region
 
 
@@ -46,16 +46,16 @@ def inline_one(graph: fx.Graph, root: nn.Module) -> bool:
     """Lay the first sub-graph of torch.no_grad or autocast flat; False if there is none left."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_set_grad_enabled):
         enabled, body, *operands = node.args
-        _inline(graph, root, node, body, operands, OpModes(bool(enabled), region_of(node).autocast))
+        _inline(graph, root, node, body, operands, Region(bool(enabled), region_of(node).autocast))
         return True
     for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_autocast):
         device, dtype, enabled, cache, body, *operands = node.args
-        _inline(graph, root, node, body, operands, OpModes(region_of(node).grad, (device, dtype, enabled, cache)))
+        _inline(graph, root, node, body, operands, Region(region_of(node).grad, (device, dtype, enabled, cache)))
         return True
     return False
 
 
-def _inline(graph: fx.Graph, root: nn.Module, node: fx.Node, body: Any, operands: list[Any], region: OpModes) -> None:
+def _inline(graph: fx.Graph, root: nn.Module, node: fx.Node, body: Any, operands: list[Any], region: Region) -> None:
     inner: fx.GraphModule = root.get_submodule(body.target)  # type: ignore[assignment]  # torch.export puts graphs there
     values: dict[fx.Node, Any] = dict(zip(inner.graph.find_nodes(op="placeholder"), operands, strict=True))
     with graph.inserting_before(node):

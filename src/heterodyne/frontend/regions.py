@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from heterodyne.frontend.flat_graph import OpModes
+from heterodyne.frontend.flat_graph import Region
 
 __all__ = ["Keeper", "Regions", "Switches", "compile_graph"]
 
@@ -88,13 +88,13 @@ class Switches:
         self._graph = graph
         self._device = device
         self._regions = regions
-        self._now = OpModes()
+        self._now = Region()
 
-    def to(self, region: OpModes) -> None:
+    def to(self, region: Region) -> None:
         """Let the ops that follow be in that region."""
         if region == self._now:
             return
-        if region == OpModes():
+        if region == Region():
             self._graph.call_function(Regions.leave, (self._regions,))
         else:
             autocast: Any = None if region.autocast is None else (self._device.type, *region.autocast[1:])

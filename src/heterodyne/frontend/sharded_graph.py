@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from heterodyne.errors import PlanError
 from heterodyne.frontend.arguments import argument, mutates, operator_name
 from heterodyne.frontend.describe import ref_of
-from heterodyne.frontend.flat_graph import OpModes, is_op, region_of, tensors_of
+from heterodyne.frontend.flat_graph import Region, is_op, region_of, tensors_of
 from heterodyne.frontend.node_copies import evaluated
 from heterodyne.frontend.sizes import spec_of
 from heterodyne.frontend.stage_graph import Writer
@@ -141,7 +141,7 @@ class _ShardedWriter(Writer):
             return copy
         key = (copy, want)
         if key not in self._converted:
-            self._switches.to(OpModes())  # what is converted under no_grad would have no gradient elsewhere
+            self._switches.to(Region())  # what is converted under no_grad would have no gradient elsewhere
             for turn in turns(have, want):
                 number = self.steps.setdefault((ref, turn), len(self.steps))
                 copy = self._graph.call_method("convert", (self._members, copy, number))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from heterodyne.frontend.arguments import mutates
-from heterodyne.frontend.flat_graph import OpModes, region_of, tensors_of
+from heterodyne.frontend.flat_graph import Region, region_of, tensors_of
 from heterodyne.frontend.node_copies import evaluated, on_device
 from heterodyne.frontend.python_calls import follow_training, to_python
 from heterodyne.frontend.regions import Switches
@@ -80,7 +80,7 @@ class Writer:
                     self._switches.around_kept(copy)
             else:
                 self._copies[node] = self._size(node)
-        self._switches.to(OpModes())
+        self._switches.to(Region())
         return root
 
     def _meets(self, copy: fx.Node) -> bool:
