@@ -15,7 +15,7 @@ from heterodyne.errors import CaptureError, HeterodyneError, NoGraphError
 from heterodyne.frontend import Captured, Opaque, opaque, read_count
 from heterodyne.frontend.changes import Looked
 from heterodyne.frontend.faults import user_line
-from heterodyne.frontend.left_behind import Left, set_anew
+from heterodyne.frontend.left_behind import LeftBehind, set_anew
 from heterodyne.frontend.loss_alone import has_loss_outside, output_of_model, trace_loss
 from heterodyne.frontend.opaque import CountGiven, Recount
 from heterodyne.graph.ir import Loss
@@ -69,7 +69,7 @@ def capture_as_it_is(
         )
     loss, count, recount = _loss_of(session, model, example_batch, wanted, error, shared)
 
-    def captured(seen: Seen, left: Sequence[Left] = ()) -> Opaque:
+    def captured(seen: Seen, left: Sequence[LeftBehind] = ()) -> Opaque:
         return opaque(
             model,
             example_batch,
@@ -89,7 +89,7 @@ def capture_as_it_is(
     )
     draft = captured(Seen(random=True, batch_norm=False))
 
-    def in_parts(module: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Seen, list[Left]]:
+    def in_parts(module: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Seen, list[LeftBehind]]:
         def run() -> Seen:
             return run_in_parts(
                 module,

@@ -17,7 +17,7 @@ from heterodyne.api.loop.batches import BatchFormat, BatchLike, require_like_exa
 from heterodyne.api.loop.callbacks import Callback
 from heterodyne.api.loop.calls import Calls
 from heterodyne.api.loop.model_with_loss import names_of
-from heterodyne.api.loop.prediction import Metric, Predictor, gathered_outputs
+from heterodyne.api.loop.prediction import BatchPredictor, Metric, gathered_outputs
 from heterodyne.api.loop.validation import KeptMetric, validated
 from heterodyne.api.loop.weights_back import WeightsAtEnd, gathered_weights
 from heterodyne.api.loop.whole_weights import WholeWeights
@@ -87,7 +87,7 @@ class Distributed:
         self._names = names_of(worker.module)
         self._unheld = worker.unheld(self._names.own)
         self._calls = Calls(session, self._unheld)
-        self._predictor = Predictor(worker, session.say)
+        self._predictor = BatchPredictor(worker, session.say)
         planned = prepared.planned
         records = RunRecords(
             run=run,

@@ -83,6 +83,11 @@ class Pool:
             raise ClusterError(f"the {self.nodes} nodes of pool {self.name!r} need numbers to be distinguished")
 
     @property
+    def places(self) -> tuple[str, ...]:
+        """The places around it, from the outside in."""
+        return tuple(_word(self.place[: depth + 1]) for depth in range(len(self.place)))
+
+    @property
     def devices(self) -> int:
         return self.nodes * self.devices_per_node
 
@@ -149,7 +154,7 @@ class Fleet:
     @property
     def places(self) -> tuple[str, ...]:
         """Every place, from the outside in, in the order of the pools."""
-        return tuple(dict.fromkeys(_word(p.place[: i + 1]) for p in self.pools for i in range(len(p.place))))
+        return tuple(dict.fromkeys(place for pool in self.pools for place in pool.places))
 
     def pool(self, name: str) -> Pool:
         """Raises ClusterError."""

@@ -122,7 +122,7 @@ class FleetLinks:
         left, right = (self._words(end, fleet, at) for end in between)
         if between[0] != between[1]:
             return list(product(left, right))
-        within = [pool for pool in fleet.pools if not {pool.name, *_words(pool.place)}.isdisjoint(left)]
+        within = [pool for pool in fleet.pools if not {pool.name, *pool.places}.isdisjoint(left)]
         nodes = {pool.node_name: pool.nodes for pool in within}
         if sum(nodes.values()) == 1:
             raise self._error(
@@ -162,9 +162,7 @@ class FleetLinks:
             if not priced or level == "nodes" or (place == EVERYWHERE and self._all_pay):
                 continue
             depth = 0 if place == EVERYWHERE else place.count("/") + 1
-            for inner in {
-                "/".join(p.place[: depth + 1]) for p in fleet.pools if place in (*_words(p.place), EVERYWHERE)
-            }:
+            for inner in {"/".join(p.place[: depth + 1]) for p in fleet.pools if place in (*p.places, EVERYWHERE)}:
                 if (inner, inner) not in self._usd.values:
                     self._usd.of_levels.setdefault((inner, inner), (0.0, ()))
 
@@ -187,7 +185,3 @@ class FleetLinks:
                 replace(fleet, links=so_far)
             except ClusterError as error:
                 raise self._error(str(error), at[ends]) from None
-
-
-def _words(place: Place) -> set[str]:
-    return {"/".join(place[:depth]) for depth in range(1, len(place) + 1)}

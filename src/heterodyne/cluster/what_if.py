@@ -81,14 +81,14 @@ def _without(fleet: Fleet, text: str) -> Fleet:
     pools = tuple(pool for pool in left if pool is not None)
     if not pools:
         raise ClusterError(f"without {text} nothing is left of fleet {fleet.name!r}")
-    there = {EVERYWHERE, *(word for pool in pools for word in (pool.name, *_words(pool)))}
+    there = {EVERYWHERE, *(word for pool in pools for word in (pool.name, *pool.places))}
     return replace(fleet, pools=pools, links=_among(fleet.links, there), usd_per_byte=_among(fleet.usd_per_byte, there))
 
 
 def _named(fleet: Fleet, word: str) -> list[Pool]:
     """The pools of that name, or in nodes of that name; else those in that place."""
     own = [pool for pool in fleet.pools if word in (pool.name, pool.node_name)]
-    return own or [pool for pool in fleet.pools if word in _words(pool)]
+    return own or [pool for pool in fleet.pools if word in pool.places]
 
 
 def _smaller(pool: Pool, nodes: int) -> Pool | None:
@@ -230,7 +230,7 @@ def _joined(fleet: Fleet, a: str, b: str, bandwidth: float, latency: float | Non
     pairs = [(a, b)]
     if a != b and EVERYWHERE in (a, b):
         alone = a if b == EVERYWHERE else b
-        pairs = [(alone, pool.name) for pool in fleet.pools if alone not in (pool.name, *_words(pool))]
+        pairs = [(alone, pool.name) for pool in fleet.pools if alone not in (pool.name, *pool.places)]
     links = dict(fleet.links)
     for ends in pairs:
         turned = (ends[1], ends[0])
@@ -252,7 +252,7 @@ def _rederived(pool: Pool, before: Fleet, after: Fleet, end: str) -> Pool:
 
 
 def _held(fleet: Fleet, end: str) -> list[Pool]:
-    return [pool for pool in fleet.pools if end == EVERYWHERE or end in (pool.name, *_words(pool))]
+    return [pool for pool in fleet.pools if end == EVERYWHERE or end in (pool.name, *pool.places)]
 
 
 def _wire(old: Wire | None, bandwidth: float, latency: float | None, text: str) -> Wire:
@@ -273,10 +273,6 @@ def _value(text: str, value: str) -> tuple[float, float | None]:
 def _names(fleet: Fleet) -> list[str]:
     """Return what can be named: pools, their nodes where these hold several pools, and places."""
     return list(dict.fromkeys((*(p.name for p in fleet.pools), *fleet.places, *(p.node_name for p in fleet.pools))))
-
-
-def _words(pool: Pool) -> tuple[str, ...]:
-    return tuple("/".join(pool.place[:depth]) for depth in range(1, len(pool.place) + 1))
 
 
 def _outermost(pool: Pool) -> str:

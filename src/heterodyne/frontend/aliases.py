@@ -14,11 +14,11 @@ from heterodyne.frontend.describe import producer_of
 from heterodyne.frontend.flat_graph import tensors_of
 from heterodyne.frontend.replay import Observed
 
-__all__ = ["Memory", "shared_memory"]
+__all__ = ["Aliases", "shared_memory"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
+class Aliases:
     """Groups of tensors that may share memory, each known by one of them.
 
     Groups are rather too large than too small: what copies only sometimes (``reshape``, ``contiguous``) counts as sharing.
@@ -37,7 +37,7 @@ class Memory:
         return () if group is None else self.writers.get(group, ())
 
 
-def shared_memory(graph: fx.Graph, observed: Mapping[fx.Node, Observed]) -> Memory:
+def shared_memory(graph: fx.Graph, observed: Mapping[fx.Node, Observed]) -> Aliases:
     """Find the groups from what operators declare, and from what was seen of those that declare nothing."""
     parent: dict[fx.Node, fx.Node] = {}
 
@@ -55,7 +55,7 @@ def shared_memory(graph: fx.Graph, observed: Mapping[fx.Node, Observed]) -> Memo
     for node in graph.nodes:
         for group in {find(changed): None for changed in mutates(node)}:
             writers.setdefault(group, []).append(node)
-    return Memory(
+    return Aliases(
         group_of={node: find(node) for node in list(parent)},
         writers={group: tuple(nodes) for group, nodes in writers.items()},
     )

@@ -14,16 +14,16 @@ from torch import Tensor, fx
 from heterodyne.frontend.arguments import argument, operator_name
 from heterodyne.frontend.flat_graph import tensors_of
 from heterodyne.frontend.sizes import degree, size_of
+from heterodyne.graph.op_kinds import RESHAPES, SLICES, SQUEEZES, TRANSPOSES
 
 __all__ = ["SORTS", "runs_along_the_samples", "works_along_the_samples"]
 
 SORTS = frozenset({"sort", "argsort"})
 # Of what is told a dim, these take, put or lay out elements along it: `sample_order` follows them.
-_LAYS_OUT = frozenset({
-    "chunk", "gather", "index_add", "index_copy", "index_fill", "index_reduce", "index_select", "narrow", "permute",
-    "repeat_interleave", "scatter", "scatter_add", "scatter_reduce", "select", "select_scatter", "slice", "slice_scatter", "split",
-    "split_with_sizes", "squeeze", "take_along_dim", "tensor_split", "tile", "unbind", "unflatten", "unsqueeze",
-})  # fmt: skip
+_LAYS_OUT = SLICES | SQUEEZES | TRANSPOSES | RESHAPES | {
+    "gather", "index_add", "index_copy", "index_fill", "index_reduce", "index_select", "repeat_interleave", "scatter", "scatter_add",
+    "scatter_reduce", "select_scatter", "slice_scatter", "take_along_dim", "tensor_split", "tile",
+}  # fmt: skip
 # They are told no dim.
 _OF_DIM = {"msort": 0, "flipud": 0, "fliplr": 1}
 # Dims from this one on are normalised together.

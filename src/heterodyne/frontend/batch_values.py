@@ -26,6 +26,7 @@ from heterodyne.frontend.row_places import MOVES, AffineIndex, Dependence, bound
 from heterodyne.frontend.sample_order import samples_in
 from heterodyne.frontend.sizes import degree
 from heterodyne.frontend.sizes_as_values import cuts_by_size, follows, is_size, is_size_as_value, runs_along_rows
+from heterodyne.graph.op_kinds import FILLED_LIKE, NEW
 
 __all__ = ["BatchValues", "batch_values", "with_bases"]
 
@@ -70,10 +71,7 @@ def batch_values(traced: Traced, *, known: Collection[fx.Node] = ()) -> BatchVal
 
 
 # They read no values of their first tensor, but for what they are told.
-_SHAPE_ONLY = frozenset({
-    "empty_like", "full_like", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like",
-    "randint_like", "randn_like", "zeros_like",
-})  # fmt: skip
+_SHAPE_ONLY = NEW | FILLED_LIKE | {"rand_like", "randint_like", "randn_like"}
 # Of rows that are all equal they return one, whatever their number.
 _OF_EQUAL_ROWS = frozenset({
     "all", "amax", "amin", "any", "getitem", "index", "index_select", "max", "mean", "median", "min", "narrow", "select", "slice",

@@ -33,7 +33,7 @@ from heterodyne.frontend.placed import placed
 from heterodyne.frontend.sample_order import samples_in
 from heterodyne.frontend.sizes import degree
 from heterodyne.frontend.stage_graph import stage_graph
-from heterodyne.frontend.stage_values import Pieces
+from heterodyne.frontend.stage_values import CuttableGraph
 from heterodyne.graph.op_kinds import LABELLED_LOSSES
 
 __all__ = ["CoupledLoss", "coupled_loss", "divide_labelled_means"]
@@ -47,7 +47,7 @@ class CoupledLoss:
     tail: frozenset[fx.Node] = field(repr=False)
 
     def bind(
-        self, pieces: Pieces, module: nn.Module, device: torch.device, exchange: FeatureExchange
+        self, pieces: CuttableGraph, module: nn.Module, device: torch.device, exchange: FeatureExchange
     ) -> BoundCoupledLoss:
         """Body and tail on a device, with the weights of the user's own module."""
         roles = pieces.traced.roles
@@ -198,7 +198,7 @@ def _descendants(traced: Traced) -> set[fx.Node]:
 
 
 def _part(
-    pieces: Pieces,
+    pieces: CuttableGraph,
     module: nn.Module,
     device: torch.device,
     results: Sequence[fx.Node],

@@ -30,7 +30,7 @@ from heterodyne.frontend.batch_values import BatchValues, batch_values, with_bas
 from heterodyne.frontend.export import Traced
 from heterodyne.frontend.faults import line_of
 from heterodyne.frontend.flat_graph import tensors_of
-from heterodyne.frontend.numbered_rows import Numbered, numbered_rows
+from heterodyne.frontend.numbered_rows import NumberedRows, numbered_rows
 from heterodyne.frontend.row_places import Dependence
 from heterodyne.frontend.sample_order import Samples, samples_in
 from heterodyne.frontend.sizes import degree, proportional, size_of
@@ -202,7 +202,7 @@ def _in_order(traced: Traced) -> set[fx.Node]:
     return found
 
 
-def _of_others(node: fx.Node, values: BatchValues, in_order: Collection[fx.Node]) -> Numbered | None:
+def _of_others(node: fx.Node, values: BatchValues, in_order: Collection[fx.Node]) -> NumberedRows | None:
     """Rows of samples that an op takes or writes by numbers which may be those of other samples."""
     for numbered in numbered_rows(node):
         differ = values.samples | values.random | values.places.keys()
@@ -218,7 +218,7 @@ def _of_others(node: fx.Node, values: BatchValues, in_order: Collection[fx.Node]
     return None
 
 
-def _by_number(node: fx.Node, numbered: Numbered) -> CoupledError:
+def _by_number(node: fx.Node, numbered: NumberedRows) -> CoupledError:
     """Return what to say of an op that numbers rows of other samples."""
     place = f"{line}\n" if (line := line_of(node, full=True)) else ""
     does = "writes" if numbered.written else "takes"

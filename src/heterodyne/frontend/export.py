@@ -40,7 +40,7 @@ from heterodyne.frontend.faults import (
 )
 from heterodyne.frontend.fixed_sizes import SizeWatch, refuse_another_graph, refuse_choices_by_size, sizes_to_try
 from heterodyne.frontend.flat_graph import drop_bookkeeping, inline_one, is_op
-from heterodyne.frontend.left_behind import Left, left_behind
+from heterodyne.frontend.left_behind import LeftBehind, left_behind
 from heterodyne.frontend.module_only import BackwardWatch, hooks_of
 from heterodyne.frontend.numbers import FROM_NUMBERS, NumberRecorder, Numbers
 from heterodyne.frontend.python_draws import PythonDraws
@@ -85,7 +85,7 @@ class Traced:
     module_only: tuple[ModuleOnly, ...] = ()
     numbers: Numbers = field(default_factory=Numbers)
     computed: frozenset[str] = frozenset()
-    left: Sequence[Left] = ()
+    left: Sequence[LeftBehind] = ()
 
     def module_of(self, node: fx.Node) -> str:
         """The path of the module that called the op, "" for the model itself."""
@@ -203,7 +203,7 @@ class _Trial:
     def run(self) -> ExportedProgram:
         return _export(self._wrapped, self._example, self._mode, self._size, self._strict)
 
-    def left_behind(self) -> list[Left]:
+    def left_behind(self) -> list[LeftBehind]:
         """Return what forward leaves in the model and around it. Raises CaptureError if the next forward reads it."""
         looked = self._looked
         if looked and not looked[1].changed(looked[0]) and not looked[1].longer(looked[0]):

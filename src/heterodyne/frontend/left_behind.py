@@ -23,14 +23,14 @@ from heterodyne.code_read import is_filled
 from heterodyne.errors import PlanError
 from heterodyne.frontend.changes import PLAIN, Looked, place_of, refuse_kept
 
-__all__ = ["Left", "SetByForward", "left_behind", "set_anew"]
+__all__ = ["LeftBehind", "SetByForward", "left_behind", "set_anew"]
 
 
 _OF_BATCH = object()
 
 
 @dataclass(kw_only=True, eq=False)
-class Left:
+class LeftBehind:
     """A place that forward sets.
 
     Args:
@@ -117,7 +117,7 @@ Run: TypeAlias = Callable[[int], tuple[Sequence[Tensor], Tensor] | None]
 """Runs forward on inputs of the first or the second number of samples, and gives them and the loss; None if it failed."""
 
 
-def left_behind(model: nn.Module, before: Looked, run: Run, data: Iterable[Tensor]) -> list[Left]:
+def left_behind(model: nn.Module, before: Looked, run: Run, data: Iterable[Tensor]) -> list[LeftBehind]:
     """Return what forward leaves: tensors that depend on the batch or on trained weights, numbers, containers that it makes longer.
 
     Args:
@@ -158,7 +158,7 @@ def left_behind(model: nn.Module, before: Looked, run: Run, data: Iterable[Tenso
     ]
 
 
-def set_anew(model: nn.Module, before: Looked, run: Callable[[], object]) -> list[Left]:
+def set_anew(model: nn.Module, before: Looked, run: Callable[[], object]) -> list[LeftBehind]:
     """Return the places that each forward sets to another tensor, and the containers that it makes longer. ``before``: what the model
     kept before its first forward; ``run``: runs another one. Raises CaptureError if each forward changes a number.
     """
@@ -173,7 +173,7 @@ def set_anew(model: nn.Module, before: Looked, run: Callable[[], object]) -> lis
     return _places([kept for kept in second.changed(first) if isinstance(kept.value, Tensor)], second.longer(first))
 
 
-def _places(found: Sequence[Kept], longer: Sequence[Kept]) -> list[Left]:
+def _places(found: Sequence[Kept], longer: Sequence[Kept]) -> list[LeftBehind]:
     within = {id(kept.value) for kept in longer}
     return [
         *(_left(kept) for kept in found if id(kept.holder) not in within),
@@ -181,12 +181,12 @@ def _places(found: Sequence[Kept], longer: Sequence[Kept]) -> list[Left]:
     ]
 
 
-def _left(kept: Kept) -> Left:
+def _left(kept: Kept) -> LeftBehind:
     steps: list[tuple[Any, str]] = [(kept.key, kept.name)]
     while kept.outer is not None:
         kept = kept.outer
         steps.insert(0, (kept.key, kept.name))
-    return Left(root=kept.root, steps=steps)
+    return LeftBehind(root=kept.root, steps=steps)
 
 
 class _Flow(TorchDispatchMode):  # type: ignore[no-untyped-call]

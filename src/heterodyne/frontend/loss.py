@@ -25,7 +25,7 @@ from heterodyne.frontend.denominator import Denominator, Statistic
 from heterodyne.frontend.export import Traced
 from heterodyne.frontend.faults import line_of
 from heterodyne.frontend.flat_graph import tensors_of
-from heterodyne.frontend.loss_reading import Division, LossReading, Reduction
+from heterodyne.frontend.loss_reading import Division, LossReading, LossReduction
 from heterodyne.frontend.sizes import degree, proportional, size_of, spec_of
 from heterodyne.frontend.sizes_as_values import follows
 from heterodyne.graph.op_kinds import (
@@ -43,10 +43,10 @@ from heterodyne.graph.op_kinds import (
 __all__ = ["LossWalk", "read_loss"]
 
 
-_CONSTANT = Reduction(kind="constant")
-_SUM = Reduction(kind="quotient")
-_SAMPLES = Reduction(kind="quotient", samples=1)
-_ADDED = Reduction(kind="added")
+_CONSTANT = LossReduction(kind="constant")
+_SUM = LossReduction(kind="quotient")
+_SAMPLES = LossReduction(kind="quotient", samples=1)
+_ADDED = LossReduction(kind="added")
 
 _LINEAR = SAME_VALUES | LIKE | SLICES | JOINS | {"diagonal", "getitem", "mul", "neg"}
 _ADDS = frozenset({"add", "add_", "sub", "sub_", "rsub"})
@@ -76,22 +76,22 @@ class LossWalk:
         self._from_parameters = _descendants(traced, {n for n, r in traced.roles.items() if r.kind == "parameter"})
         self._structures: dict[Any, int] = {}
         self._numbers: dict[fx.Node, int] = {}
-        self._known: dict[fx.Node, Reduction] = {}
+        self._known: dict[fx.Node, LossReduction] = {}
 
-    def reduction(self, node: fx.Node) -> Reduction:
+    def reduction(self, node: fx.Node) -> LossReduction:
         """Return how a node whose shape does not follow the batch depends on the samples."""
         if node not in self.from_batch:
             return _CONSTANT
         if node not in self._known:
             self.passed.add(node)
-            rule: Callable[[fx.Node], Reduction | None] | None = getattr(self, f"_{operator_name(node)}", None)
+            rule: Callable[[fx.Node], LossReduction | None] | None = getattr(self, f"_{operator_name(node)}", None)
             found = rule(node) if rule is not None else self._general(node)
             if found is None:
                 raise self._unknown(node)
             self._known[node] = found
         return self._known[node]
 
-    def _general(self, node: fx.Node) -> Reduction | None:
+    def _general(self, node: fx.Node) -> LossReduction | None:
         name = operator_name(node)
         if name in LABELLED_LOSSES:
             return self._labelled(node)
@@ -103,7 +103,7 @@ class LossWalk:
 
     # ---- what adds terms ------------------------------------------------------------------------------------------
 
-    def _combined(self, node: fx.Node, operands: list[fx.Node]) -> Reduction | None:
+    def _combined(self, node: fx.Node, operands: list[fx.Node]) -> LossReduction | None:
         """Operands that are added, put beside each other, or (all but one of them constant) multiplied."""
         if any(follows(n) for n in operands):
             return None
@@ -118,7 +118,7 @@ class LossWalk:
             return replace(varying[0], divisions=_common(varying), shifts=tuple(shifts))
         return self._split(node, found)
 
-    def _split(self, node: fx.Node, operands: dict[fx.Node, Reduction]) -> Reduction:
+    def _split(self, node: fx.Node, operands: dict[fx.Node, LossReduction]) -> LossReduction:
         """Make each operand its part of the value for the whole batch, so that the values of parts of the batch add up."""
         for operand, found in operands.items():
             if found.kind == "added":
@@ -138,7 +138,7 @@ class LossWalk:
     def _divide(self, divisions: tuple[Division, ...]) -> None:
         self.divisions += [division for division in divisions if division not in self.divisions]
 
-    def _mul(self, node: fx.Node) -> Reduction | None:
+    def _mul(self, node: fx.Node) -> LossReduction | None:
         found = self._combined(node, [n for n in node.all_input_nodes if tensors_of(n)])
         for size in (n.meta.get("val") for n in node.all_input_nodes if not tensors_of(n)):
             if isinstance(size, torch.SymFloat):
@@ -149,13 +149,13 @@ class LossWalk:
 
     _mul_ = _mul
 
-    def _times_samples(self, found: Reduction | None, size: torch.SymInt, power: int) -> Reduction | None:
+    def _times_samples(self, found: LossReduction | None, size: torch.SymInt, power: int) -> LossReduction | None:
         """Divided by the number of samples (or a multiple of it) to some power."""
         if found is None or found.kind != "quotient" or found.shifts or not proportional(size_of(size)):
             return None
         return replace(found, samples=found.samples + power)
 
-    def _add(self, node: fx.Node) -> Reduction | None:
+    def _add(self, node: fx.Node) -> LossReduction | None:
         operands = [n for n in node.all_input_nodes if tensors_of(n)]
         found = self._combined(node, operands)
         if found is None or not _has_number(node):
@@ -190,7 +190,7 @@ class LossWalk:
 
     # ---- what divides ---------------------------------------------------------------------------------------------
 
-    def _div(self, node: fx.Node) -> Reduction | None:
+    def _div(self, node: fx.Node) -> LossReduction | None:
         numerator, denominator = node.args[:2]
         if not isinstance(numerator, fx.Node) or follows(numerator):
             return None
@@ -198,7 +198,7 @@ class LossWalk:
 
     _div_ = _true_divide = _div
 
-    def _divided(self, node: fx.Node, top: Reduction, denominator: Any) -> Reduction | None:
+    def _divided(self, node: fx.Node, top: LossReduction, denominator: Any) -> LossReduction | None:
         if not isinstance(denominator, fx.Node):
             return top
         size = denominator.meta.get("val")
@@ -249,7 +249,7 @@ class LossWalk:
         for operand in node.all_input_nodes:
             self._collect(operand, statistics)
 
-    def sum_of_samples(self, node: fx.Node) -> Reduction | None:
+    def sum_of_samples(self, node: fx.Node) -> LossReduction | None:
         """Return what a node is if it is a sum or a mean over the samples; None, without a trace, if it is anything else."""
         before = set(self.passed), list(self.divisions), list(self.shares), dict(self._known)
         try:
@@ -263,18 +263,18 @@ class LossWalk:
 
     # ---- what reduces ---------------------------------------------------------------------------------------------
 
-    def _sum(self, node: fx.Node) -> Reduction | None:
+    def _sum(self, node: fx.Node) -> LossReduction | None:
         return self._reduced(node, mean=False)
 
-    def _mean(self, node: fx.Node) -> Reduction | None:
+    def _mean(self, node: fx.Node) -> LossReduction | None:
         return self._reduced(node, mean=True)
 
-    def _histc(self, node: fx.Node) -> Reduction | None:
+    def _histc(self, node: fx.Node) -> LossReduction | None:
         return _SUM if any(follows(n) for n in node.all_input_nodes) else None
 
     _bincount = _histc
 
-    def _scatter_add_(self, node: fx.Node) -> Reduction | None:
+    def _scatter_add_(self, node: fx.Node) -> LossReduction | None:
         """Values of samples, added up in places of a tensor of zeros."""
         into = argument(node, "self")
         return (
@@ -283,7 +283,7 @@ class LossWalk:
 
     _scatter_add = _index_add = _index_add_ = _scatter_add_
 
-    def _reduced(self, node: fx.Node, *, mean: bool) -> Reduction | None:
+    def _reduced(self, node: fx.Node, *, mean: bool) -> LossReduction | None:
         """A sum or mean over the samples, or a further one after that."""
         (source, *others) = [n for n in node.all_input_nodes if tensors_of(n)]
         if not any(follows(n) for n in (source, *others)):
@@ -292,7 +292,7 @@ class LossWalk:
             raise coupled(source)
         if mean and not proportional(spec_of(source.meta["val"]).numel):
             return None
-        kind: Reduction | None = _SAMPLES if mean else _SUM
+        kind: LossReduction | None = _SAMPLES if mean else _SUM
         for at, denominator in self._batch_wide(source):
             kind = kind and self._divided(at, kind, denominator)
         return kind
@@ -308,7 +308,7 @@ class LossWalk:
         inner = [n for n in node.all_input_nodes if follows(n)]
         return [(node, number) for number in numbers] + [found for n in inner for found in self._batch_wide(n)]
 
-    def _labelled(self, node: fx.Node) -> Reduction | None:
+    def _labelled(self, node: fx.Node) -> LossReduction | None:
         """cross_entropy and nll: the mean is over the labels that are not ignored, weighted by class."""
         target, reduction = argument(node, "target"), argument(node, "reduction")
         assert isinstance(target, fx.Node)
@@ -388,7 +388,7 @@ def _descendants(traced: Traced, nodes: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _common(found: list[Reduction]) -> tuple[Division, ...]:
+def _common(found: list[LossReduction]) -> tuple[Division, ...]:
     return tuple(dict.fromkeys(division for reduction in found for division in reduction.divisions))
 
 

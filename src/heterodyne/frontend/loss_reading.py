@@ -10,7 +10,7 @@ from torch import fx
 from heterodyne.frontend.denominator import Denominator
 from heterodyne.graph import Loss
 
-__all__ = ["Division", "LossReading", "Reduction"]
+__all__ = ["Division", "LossReading", "LossReduction"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Division:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduction:
+class LossReduction:
     """What a value is: a sum over the samples, divided by powers of their number and by denominators.
 
     Args:
@@ -69,7 +69,7 @@ class LossReading:
         shares: ``(op, operand)``: operands to be multiplied by the part's share of the samples.
     """
 
-    reduction: Reduction
+    reduction: LossReduction
     divisions: tuple[Division, ...] = ()
     shares: tuple[tuple[fx.Node, fx.Node], ...] = ()
 

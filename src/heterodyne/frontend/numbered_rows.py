@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from heterodyne.frontend.arguments import argument, mutates, operator_name
 from heterodyne.frontend.sizes import size_of
 
-__all__ = ["Numbered", "numbered_rows"]
+__all__ = ["NumberedRows", "numbered_rows"]
 
 # Of each op what is numbered, the dim along which (an argument, or a number) and what numbers it. Names without the underscore of those
 # that write in place.
@@ -44,7 +44,7 @@ _WRITES = frozenset({
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Numbered:
+class NumberedRows:
     """Rows of ``source`` along ``dim`` (None: its elements, as if it had one dim) are numbered by ``index``; ``written``: they change."""
 
     source: fx.Node
@@ -59,14 +59,16 @@ class Numbered:
         return any(not size_of(size).is_constant for size in (shape if self.dim is None else [shape[self.dim]]))
 
 
-def numbered_rows(node: fx.Node) -> Iterator[Numbered]:
+def numbered_rows(node: fx.Node) -> Iterator[NumberedRows]:
     """Yield what an op takes, or writes, by number."""
     full = operator_name(node)
     name = full.removesuffix("_")
     for source, dim, index in _operands(node, name):
         if isinstance(source, fx.Node) and isinstance(index, fx.Node) and _has_numbers(index):
             place = None if dim is None else dim % max(1, source.meta["val"].dim())
-            yield Numbered(source=source, dim=place, index=index, written=name in _WRITES or source in mutates(node))
+            yield NumberedRows(
+                source=source, dim=place, index=index, written=name in _WRITES or source in mutates(node)
+            )
 
 
 def _operands(node: fx.Node, name: str) -> Iterator[tuple[object, int | None, object]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from heterodyne.errors import CaptureError, PlanError
 from heterodyne.frontend.example import Batch, Example, read_example
 from heterodyne.frontend.export import tied_names
-from heterodyne.frontend.left_behind import Left
+from heterodyne.frontend.left_behind import LeftBehind
 from heterodyne.frontend.symbols import free_name
 from heterodyne.frontend.trace import Captured
 from heterodyne.graph import Block, Input, Loss, ModelGraph, Op, Parameter, Ref, Size, TensorSpec
@@ -48,7 +48,7 @@ class Opaque:
     graph: ModelGraph
     loss_count: LossCount = field(repr=False)
     recount: Recount | None = field(repr=False, default=None)
-    left: Sequence[Left] = ()
+    left: Sequence[LeftBehind] = ()
 
     def again(self, model: nn.Module) -> Opaque:
         """The model as it is now, with a loss that may be averaged in another way. Raises CaptureError."""
@@ -77,7 +77,7 @@ def opaque(
     name: str | None = None,
     recount: Recount | None = None,
     shared: Collection[str] = (),
-    left: Sequence[Left] = (),
+    left: Sequence[LeftBehind] = (),
 ) -> Opaque:
     """The model as one op.
 

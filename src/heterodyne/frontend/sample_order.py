@@ -21,7 +21,7 @@ from heterodyne.frontend.arguments import argument, operator_name
 from heterodyne.frontend.describe import producer_of
 from heterodyne.frontend.sizes import proportional, size_of, spec_of
 from heterodyne.graph import TensorSpec
-from heterodyne.graph.op_kinds import RESHAPES
+from heterodyne.graph.op_kinds import NEW, RESHAPES, SLICES
 
 __all__ = ["Samples", "samples_in"]
 
@@ -31,12 +31,10 @@ _RESHAPES = RESHAPES | {"reshape_as", "view_as"}
 _JOINS = frozenset({
     "add", "add_", "addcmul", "baddbmm", "bmm", "div", "div_", "matmul", "mul", "mul_", "scaled_dot_product_attention", "sub", "sub_",
 })  # fmt: skip
-# Of a tensor they read dtype and device alone.
-_MAKES_NEW = frozenset({"new_empty", "new_full", "new_ones", "new_zeros"})
 # They put what lies along their ``dim`` in another order.
 _ALONG = frozenset({"argsort", "cat", "flip", "gather", "roll", "sort", "topk"})
 # They take some of the rows along their ``dim``.
-_CUTS = frozenset({"chunk", "narrow", "slice", "split", "split_with_sizes"})
+_CUTS = SLICES - {"select", "unbind"}
 # They may put the rows of any dim in another order.
 _REORDERS = frozenset({
     "as_strided", "index", "index_add", "index_add_", "index_copy", "index_put", "index_put_", "index_select", "masked_select",
@@ -79,7 +77,7 @@ def _samples(node: fx.Node, spec: TensorSpec, found: Mapping[fx.Node, Samples]) 
     dims = [dim for dim, size in enumerate(spec.shape) if not size.is_constant]
     sources = _read_by(node, found)
     if not dims:
-        same = not sources or operator_name(node) in _MAKES_NEW
+        same = not sources or operator_name(node) in NEW
         return Samples(dim=None, rows=0, groups=int(same), made=same)
     if len(dims) > 1 or not proportional(spec.shape[dims[0]]):
         return Samples(dim=None, rows=0, groups=0)

@@ -21,7 +21,7 @@ from heterodyne.frontend.flat_graph import Region, is_op, region_of, tensors_of
 from heterodyne.frontend.node_copies import evaluated
 from heterodyne.frontend.sizes import spec_of
 from heterodyne.frontend.stage_graph import Writer
-from heterodyne.frontend.stage_values import Pieces
+from heterodyne.frontend.stage_values import CuttableGraph
 from heterodyne.graph import Ref, Size
 from heterodyne.graph.sharding import Layout, OpStrategy, Sharding, turns
 from heterodyne.graph.sharding.numbered import Numbered, Slot, Step
@@ -42,7 +42,7 @@ _MATRICES: Final = 3  # the first operand of a mixture of experts that holds som
 
 
 def sharded_graph(
-    pieces: Pieces,
+    pieces: CuttableGraph,
     device: torch.device,
     sharding: Sharding,
     *,
@@ -64,7 +64,7 @@ def sharded_graph(
 
 
 class _ShardedWriter(Writer):
-    def __init__(self, pieces: Pieces, device: torch.device, sharding: Sharding, keep: Collection[str]) -> None:
+    def __init__(self, pieces: CuttableGraph, device: torch.device, sharding: Sharding, keep: Collection[str]) -> None:
         super().__init__(pieces, device, keep)
         self._members = self._graph.placeholder("members")
         self._axes = sharding.axes

@@ -13,16 +13,19 @@ from heterodyne.frontend.arguments import argument
 from heterodyne.frontend.flat_graph import tensors_of
 from heterodyne.frontend.sample_order import Samples
 from heterodyne.frontend.sizes import degree, size_of
+from heterodyne.graph.op_kinds import EXPANDS, NEW
 
 __all__ = ["cuts_by_size", "follows", "is_size", "is_size_as_value", "runs_along_rows"]
 
 
 # Arguments that are shapes, by the names of the schema.
 _SHAPES = frozenset({"size", "shape", "sizes", "repeats", "output_size", "stride"})
-_SHAPED = frozenset({
-    "_unsafe_view", "broadcast_to", "empty", "empty_strided", "expand", "full", "new_empty", "new_empty_strided", "new_full", "new_ones",
-    "new_zeros", "ones", "rand", "randint", "randn", "repeat", "reshape", "unflatten", "view", "zeros", "normal", "resize_",
-})  # fmt: skip
+_SHAPED = (
+    NEW
+    | EXPANDS
+    | {"_unsafe_view", "reshape", "unflatten", "view", "repeat", "resize_"}
+    | {"empty", "empty_strided", "full", "normal", "ones", "rand", "randint", "randn", "zeros"}
+)
 
 
 def follows(node: fx.Node) -> bool:

@@ -18,13 +18,13 @@ from heterodyne.frontend.node_copies import evaluated, on_device
 from heterodyne.frontend.python_calls import follow_training, to_python
 from heterodyne.frontend.regions import Switches
 from heterodyne.frontend.sizes import size_of
-from heterodyne.frontend.stage_values import Pieces
+from heterodyne.frontend.stage_values import CuttableGraph
 
 __all__ = ["Writer", "stage_graph"]
 
 
 def stage_graph(
-    pieces: Pieces,
+    pieces: CuttableGraph,
     device: torch.device,
     *,
     nodes: Sequence[fx.Node],
@@ -44,7 +44,7 @@ def stage_graph(
 class Writer:
     """Writes the graph of a stage, node by node."""
 
-    def __init__(self, pieces: Pieces, device: torch.device, keep: Collection[str] = ()) -> None:
+    def __init__(self, pieces: CuttableGraph, device: torch.device, keep: Collection[str] = ()) -> None:
         self._pieces = pieces
         self._keep = frozenset(keep)
         self._device = device

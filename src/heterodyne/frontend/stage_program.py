@@ -26,7 +26,7 @@ from heterodyne.frontend.placed import placed
 from heterodyne.frontend.sharded_graph import sharded_graph
 from heterodyne.frontend.sizes import spec_of
 from heterodyne.frontend.stage_graph import stage_graph
-from heterodyne.frontend.stage_values import Pieces, values_between
+from heterodyne.frontend.stage_values import CuttableGraph, values_between
 from heterodyne.graph import Value
 from heterodyne.graph.sharding import Sharding, turns
 from heterodyne.graph.sharding.layout import REPLICATE, conversion
@@ -67,7 +67,7 @@ class StageProgram:
     buffers: tuple[str, ...]
     random_before: int
     is_last: bool
-    _pieces: Pieces = field(repr=False)
+    _pieces: CuttableGraph = field(repr=False)
     _nodes: tuple[fx.Node, ...] = field(repr=False)
     _sources: tuple[fx.Node, ...] = field(repr=False)
     _sharding: Sharding | None = field(default=None, repr=False)
@@ -178,7 +178,7 @@ class StageProgram:
 
 
 def stage_program(
-    pieces: Pieces,
+    pieces: CuttableGraph,
     start: int,
     stop: int,
     starts: Sequence[int],
@@ -225,7 +225,7 @@ def _comes_with_batch(role: Role) -> bool:
     return role.kind in ("input", "number") or role.name == SAMPLES or role.name.startswith(DIVISOR)
 
 
-def _closure(pieces: Pieces, start: int, stop: int) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+def _closure(pieces: CuttableGraph, start: int, stop: int) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
     """The nodes that a stage runs, and those that it is given: inputs, parameters, what it receives, in the order of the graph.
 
     It runs its own ops, what they read that is made again, with all that writes into it before, and sizes.
@@ -258,11 +258,11 @@ def _closure(pieces: Pieces, start: int, stop: int) -> tuple[tuple[fx.Node, ...]
     return tuple(n for n in order if n in run), tuple(n for n in order if n in given)
 
 
-def _runs(pieces: Pieces, op: fx.Node, start: int, stop: int) -> bool:
+def _runs(pieces: CuttableGraph, op: fx.Node, start: int, stop: int) -> bool:
     return op in pieces.again or start <= pieces.position[op] < stop
 
 
-def _writers_before(pieces: Pieces, node: fx.Node, stop: int) -> list[fx.Node]:
+def _writers_before(pieces: CuttableGraph, node: fx.Node, stop: int) -> list[fx.Node]:
     """Return what writes into the memory of a node that is made again, or of an input."""
     if node.op != "placeholder" and node not in pieces.again:
         return []

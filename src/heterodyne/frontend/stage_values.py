@@ -14,7 +14,7 @@ from functools import cached_property
 from torch import Tensor, fx
 
 from heterodyne.errors import PlanError
-from heterodyne.frontend.aliases import Memory, shared_memory
+from heterodyne.frontend.aliases import Aliases, shared_memory
 from heterodyne.frontend.arguments import argument, mutates, operator_name
 from heterodyne.frontend.describe import differentiable, producer_of
 from heterodyne.frontend.export import Traced
@@ -24,11 +24,11 @@ from heterodyne.frontend.sample_order import Samples, samples_in
 from heterodyne.frontend.sizes import spec_of
 from heterodyne.graph import ModelGraph, Value, computed_again
 
-__all__ = ["Pieces", "values_between"]
+__all__ = ["CuttableGraph", "values_between"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
+class CuttableGraph:
     """A traced graph and what has to be known of it to cut it anywhere."""
 
     traced: Traced
@@ -36,7 +36,7 @@ class Pieces:
     graph: ModelGraph
 
     @cached_property
-    def memory(self) -> Memory:
+    def memory(self) -> Aliases:
         """Return which tensors may share memory."""
         return shared_memory(self.traced.graph, self.observed)
 
@@ -57,7 +57,7 @@ class Pieces:
         return frozenset(op for op in self.traced.ops if op.name in named)
 
 
-def values_between(pieces: Pieces, starts: Sequence[int]) -> tuple[Value, ...]:
+def values_between(pieces: CuttableGraph, starts: Sequence[int]) -> tuple[Value, ...]:
     """Return what crosses between stages whose first ops are ``starts``, in the order in which it is made.
 
     Raises PlanError, with op and line, for a cut that would let a stage read what another has written over since.
@@ -68,11 +68,11 @@ def values_between(pieces: Pieces, starts: Sequence[int]) -> tuple[Value, ...]:
     return tuple(_value(pieces, starts, node, tuple(sorted(stages))) for node, stages in readers.items())
 
 
-def _stage(pieces: Pieces, starts: Sequence[int], node: fx.Node) -> int:
+def _stage(pieces: CuttableGraph, starts: Sequence[int], node: fx.Node) -> int:
     return bisect_right(starts, pieces.position[producer_of(node)]) - 1
 
 
-def _readers(pieces: Pieces, starts: Sequence[int]) -> dict[fx.Node, set[int]]:
+def _readers(pieces: CuttableGraph, starts: Sequence[int]) -> dict[fx.Node, set[int]]:
     """For each tensor that crosses, the stages that read it; in the order in which they are made."""
     readers: dict[fx.Node, set[int]] = {}
     for op in pieces.traced.ops:
@@ -87,7 +87,7 @@ def _readers(pieces: Pieces, starts: Sequence[int]) -> dict[fx.Node, set[int]]:
     return {node: readers[node] for node in pieces.traced.graph.nodes if node in readers}
 
 
-def _value(pieces: Pieces, starts: Sequence[int], node: fx.Node, consumers: tuple[int, ...]) -> Value:
+def _value(pieces: CuttableGraph, starts: Sequence[int], node: fx.Node, consumers: tuple[int, ...]) -> Value:
     traced = node.meta["val"]
     assert isinstance(traced, Tensor), f"{node.name} is no tensor"
     spec, samples = spec_of(traced), pieces.samples[node]
@@ -107,7 +107,7 @@ def _value(pieces: Pieces, starts: Sequence[int], node: fx.Node, consumers: tupl
     )
 
 
-def _refuse_split_buffers(pieces: Pieces, starts: Sequence[int]) -> None:
+def _refuse_split_buffers(pieces: CuttableGraph, starts: Sequence[int]) -> None:
     """A buffer that forward changes belongs to one stage: the others would keep what they had."""
     for node, role in pieces.traced.roles.items():
         if role.kind != "buffer":
@@ -124,7 +124,7 @@ def _changes(op: fx.Node, buffer: fx.Node) -> bool:
     return buffer in mutates(op) or ("norm" in operator_name(op) and buffer in statistics)
 
 
-def _refuse_split_writes(pieces: Pieces, starts: Sequence[int], readers: Mapping[fx.Node, set[int]]) -> None:
+def _refuse_split_writes(pieces: CuttableGraph, starts: Sequence[int], readers: Mapping[fx.Node, set[int]]) -> None:
     """Nobody may read what a stage has written over in its own copy, nor two tensors that should have changed together."""
     for group, writers in pieces.memory.writers.items():
         own = [writer for writer in writers if writer not in pieces.again]
@@ -142,7 +142,7 @@ def _refuse_split_writes(pieces: Pieces, starts: Sequence[int], readers: Mapping
 
 
 def _from_outside(
-    pieces: Pieces, starts: Sequence[int], readers: Mapping[fx.Node, set[int]], group: fx.Node, stage: int
+    pieces: CuttableGraph, starts: Sequence[int], readers: Mapping[fx.Node, set[int]], group: fx.Node, stage: int
 ) -> list[fx.Node]:
     """Return what a stage is given of a group: tensors that it receives, inputs of the model that it reads."""
     received = [n for n, stages in readers.items() if stage in stages and pieces.memory.group_of.get(n) is group]
@@ -150,7 +150,9 @@ def _from_outside(
     return received + inputs
 
 
-def _refuse_split_inputs(pieces: Pieces, starts: Sequence[int], group: fx.Node, writers: Sequence[fx.Node]) -> None:
+def _refuse_split_inputs(
+    pieces: CuttableGraph, starts: Sequence[int], group: fx.Node, writers: Sequence[fx.Node]
+) -> None:
     for node in _inputs(pieces, group):
         for writer in writers:
             stage = _stage(pieces, starts, writer)
@@ -159,11 +161,11 @@ def _refuse_split_inputs(pieces: Pieces, starts: Sequence[int], group: fx.Node, 
                     raise _refused(writer, f"writes over the input {node.name!r}, which a later stage reads too", stage)
 
 
-def _inputs(pieces: Pieces, group: fx.Node) -> list[fx.Node]:
+def _inputs(pieces: CuttableGraph, group: fx.Node) -> list[fx.Node]:
     return [n for n, role in pieces.traced.roles.items() if role.kind == "input" and pieces.memory.group_of[n] is group]
 
 
-def _ops(pieces: Pieces, source: fx.Node) -> list[fx.Node]:
+def _ops(pieces: CuttableGraph, source: fx.Node) -> list[fx.Node]:
     return [user for user in source.users if user in pieces.position]
 
 

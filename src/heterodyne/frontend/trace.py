@@ -28,7 +28,7 @@ from heterodyne.frontend.embedding_gradients import refuse_embedding_gradients
 from heterodyne.frontend.example import Batch, Example, read_example
 from heterodyne.frontend.experts import put_together
 from heterodyne.frontend.export import Traced, export
-from heterodyne.frontend.left_behind import Left
+from heterodyne.frontend.left_behind import LeftBehind
 from heterodyne.frontend.loss import read_loss
 from heterodyne.frontend.numbers import Numbers
 from heterodyne.frontend.own_memory import require_own_memory
@@ -38,7 +38,7 @@ from heterodyne.frontend.sizes import spec_of
 from heterodyne.frontend.skeleton import require_initialised
 from heterodyne.frontend.split_loss import split_loss
 from heterodyne.frontend.stage_program import StageProgram, stage_program
-from heterodyne.frontend.stage_values import Pieces
+from heterodyne.frontend.stage_values import CuttableGraph
 from heterodyne.frontend.symbols import name_ops
 from heterodyne.graph import Block, Input, Loss, ModelGraph, Parameter, require_pieces
 from heterodyne.graph.draws import require_samples_own_draws
@@ -116,13 +116,13 @@ class Captured:
         return trace(model, example, name=self.graph.name)
 
     @property
-    def left(self) -> Sequence[Left]:
+    def left(self) -> Sequence[LeftBehind]:
         """Return what forward sets in the model and around it, and the graph does not."""
         return self._traced.left
 
     @cached_property
-    def _pieces(self) -> Pieces:
-        return Pieces(traced=self._traced, observed=self._observed, graph=self.graph)
+    def _pieces(self) -> CuttableGraph:
+        return CuttableGraph(traced=self._traced, observed=self._observed, graph=self.graph)
 
 
 _SEARCH_S = 20.0

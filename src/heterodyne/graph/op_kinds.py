@@ -9,9 +9,11 @@ __all__ = [
     "CASTS",
     "COPIES",
     "EXPANDS",
+    "FILLED_LIKE",
     "JOINS",
     "LABELLED_LOSSES",
     "LIKE",
+    "NEW",
     "RESHAPES",
     "SAME_VALUES",
     "SLICES",
@@ -37,6 +39,11 @@ SLICES = frozenset({"chunk", "narrow", "select", "slice", "split", "split_with_s
 """Some of the elements, or all of them in several tensors."""
 JOINS = frozenset({"cat", "stack"})
 """The elements of several tensors."""
+
+NEW = frozenset({"new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"})
+"""Another tensor, of which dtype and device are those of the first."""
+FILLED_LIKE = frozenset({"empty_like", "full_like", "ones_like", "zeros_like"})
+"""Another tensor, which has the shape of the first, too."""
 
 SAME_VALUES = COPIES | CASTS | RESHAPES | SQUEEZES | TRANSPOSES | EXPANDS
 """All of the values and no others, of one tensor."""

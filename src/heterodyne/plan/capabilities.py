@@ -60,7 +60,7 @@ Feature = Literal[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Words:
     """Args:
     name: for a table. remedy: what to write instead.
@@ -72,53 +72,44 @@ class _Words:
 
 FEATURES: Mapping[Feature, _Words] = MappingProxyType(
     {
-        "several_stages": _Words(name="pipeline stages", remedy="let one stage run the whole model"),
+        "several_stages": _Words("pipeline stages", "let one stage run the whole model"),
         "tensor_parallel": _Words(
-            name="weights split over devices (TP)", remedy="give the stage one device, or let its devices share samples"
+            "weights split over devices (TP)", "give the stage one device, or let its devices share samples"
         ),
         "context_parallel": _Words(
-            name="sequences split over devices (CP)",
-            remedy="give the stage one device, or let its devices share samples",
+            "sequences split over devices (CP)", "give the stage one device, or let its devices share samples"
         ),
         "rows_of_parts": _Words(
-            name="replicas of such parts inside one stage (DP x TP, DP x CP)",
-            remedy="take a pipeline for each replica, or one axis",
+            "replicas of such parts inside one stage (DP x TP, DP x CP)",
+            "take a pipeline for each replica, or one axis",
         ),
-        "cuts_along_two_axes": _Words(
-            name="both in one stage (TP x CP)", remedy="take one of them, or put replicas outermost"
-        ),
-        "recompute": _Words(name="recompute", remedy="recompute nothing"),
-        "selective_recompute": _Words(name="recompute of all but some ops", remedy="leave 'keep' out"),
-        "activation_offload": _Words(name="activations in host memory", remedy="leave 'offload_activations' out"),
-        "split_backward": _Words(
-            name="zero-bubble schedules", remedy="take a schedule whose backward is whole, such as 1F1B"
-        ),
+        "cuts_along_two_axes": _Words("both in one stage (TP x CP)", "take one of them, or put replicas outermost"),
+        "recompute": _Words("recompute", "recompute nothing"),
+        "selective_recompute": _Words("recompute of all but some ops", "leave 'keep' out"),
+        "activation_offload": _Words("activations in host memory", "leave 'offload_activations' out"),
+        "split_backward": _Words("zero-bubble schedules", "take a schedule whose backward is whole, such as 1F1B"),
         "several_micro_batches": _Words(
-            name="several micro-batches a replica", remedy="let each replica take all its samples in one"
+            "several micro-batches a replica", "let each replica take all its samples in one"
         ),
         "unequal_counts": _Words(
-            name="replicas with different numbers of micro-batches", remedy="give every pipeline as many micro-batches"
+            "replicas with different numbers of micro-batches", "give every pipeline as many micro-batches"
         ),
         "unlike_pipelines": _Words(
-            name="replicas that are cut differently",
-            remedy="cut all pipelines alike, in the same order, with the same recompute",
+            "replicas that are cut differently", "cut all pipelines alike, in the same order, with the same recompute"
         ),
         "empty_share": _Words(
-            name="a device without samples of a micro-batch",
-            remedy="make the micro-batches larger, or make the device idle",
+            "a device without samples of a micro-batch", "make the micro-batches larger, or make the device idle"
         ),
-        "overlap": _Words(name="overlap in halves", remedy="leave 'overlap' out"),
+        "overlap": _Words("overlap in halves", "leave 'overlap' out"),
         "overlap_with_recompute": _Words(
-            name="overlap in halves with recompute or activations in host memory",
-            remedy="leave 'overlap' out, or 'recompute' and 'offload_activations'",
+            "overlap in halves with recompute or activations in host memory",
+            "leave 'overlap' out, or 'recompute' and 'offload_activations'",
         ),
-        "state_sharding": _Words(name="sharded optimizer state (ZeRO-1)", remedy="leave 'zero' and 'state_shares' out"),
-        "gradient_sharding": _Words(name="sharded gradients too (ZeRO-2)", remedy="write 'zero': 1"),
-        "parameter_sharding": _Words(name="sharded parameters too (ZeRO-3)", remedy="write 'zero': 2"),
-        "parameter_sharding_over_pipelines": _Words(
-            name="parameters sharded over several pipelines", remedy="write 'zero': 2"
-        ),
-        "offload": _Words(name="optimizer state in host memory", remedy="leave 'offload' out"),
+        "state_sharding": _Words("sharded optimizer state (ZeRO-1)", "leave 'zero' and 'state_shares' out"),
+        "gradient_sharding": _Words("sharded gradients too (ZeRO-2)", "write 'zero': 1"),
+        "parameter_sharding": _Words("sharded parameters too (ZeRO-3)", "write 'zero': 2"),
+        "parameter_sharding_over_pipelines": _Words("parameters sharded over several pipelines", "write 'zero': 2"),
+        "offload": _Words("optimizer state in host memory", "leave 'offload' out"),
     }
 )
 

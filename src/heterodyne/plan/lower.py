@@ -25,7 +25,7 @@ from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Action, Program
 from heterodyne.plan.realign import realigned
 from heterodyne.plan.traffic import RankSpec, Traffic, rank_specs
-from heterodyne.plan.unsharding import Passes, with_unsharding
+from heterodyne.plan.unsharding import RankPasses, with_unsharding
 from heterodyne.plan.verify import require_runnable
 from heterodyne.plan.weights import PlannedWeights
 
@@ -135,7 +135,7 @@ def _program(
     if any(spec is not None and spec.zero > 2 for spec in specs):
         whole = with_unsharding(
             [
-                None if spec is None else Passes(actions=own, readers=spec.readers, kept=spec.kept)
+                None if spec is None else RankPasses(actions=own, readers=spec.readers, kept=spec.kept)
                 for own, spec in zip(passes, specs, strict=True)
             ],
             ahead=ahead,

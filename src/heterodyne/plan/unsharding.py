@@ -21,14 +21,14 @@ from heterodyne.errors import PlanError
 from heterodyne.plan.program import Action, Program
 from heterodyne.plan.verify import collective_order
 
-__all__ = ["Passes", "with_unsharding"]
+__all__ = ["RankPasses", "with_unsharding"]
 
 _Span = tuple[int, int]
 """Actions ``[first, last]`` of a list, during which a bucket is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passes:
+class RankPasses:
     """Of one rank.
 
     Args:
@@ -42,7 +42,7 @@ class Passes:
     kept: Collection[int] = field(default_factory=frozenset)
 
 
-def with_unsharding(ranks: Sequence[Passes | None], *, ahead: bool = False) -> tuple[tuple[Action, ...], ...]:
+def with_unsharding(ranks: Sequence[RankPasses | None], *, ahead: bool = False) -> tuple[tuple[Action, ...], ...]:
     """The passes of all ranks (None: an idle one), with what gathers parameters, lets go of them and reduces gradients.
 
     ``ahead``: everything is gathered before the first pass. So it is too where orders do not agree otherwise.
@@ -88,12 +88,12 @@ def _bystander(order: Sequence[Action], readers: Mapping[int, Sequence[int]]) ->
     return tuple(own)
 
 
-def _reductions(rank: Passes) -> tuple[Action, ...]:
+def _reductions(rank: RankPasses) -> tuple[Action, ...]:
     """A rank without passes starts its reductions in the order of the buckets, as every other rank does."""
     return tuple(Action(0, "SCATTER", bucket) for bucket in sorted(rank.readers))
 
 
-def _placed(rank: Passes, spans: Mapping[int, Sequence[_Span]]) -> tuple[Action, ...]:
+def _placed(rank: RankPasses, spans: Mapping[int, Sequence[_Span]]) -> tuple[Action, ...]:
     """Buckets are numbered in the order of the backward, so what is gathered together comes in that order or, at first, the other way."""
     actions = rank.actions
     before: dict[int, list[Action]] = {}
@@ -115,7 +115,7 @@ def _placed(rank: Passes, spans: Mapping[int, Sequence[_Span]]) -> tuple[Action,
     )
 
 
-def _spans(rank: Passes) -> dict[int, list[_Span]]:
+def _spans(rank: RankPasses) -> dict[int, list[_Span]]:
     """Return, for each bucket, when its rank would have it there. Times without a pass between them are one."""
     if not rank.actions:
         return {}

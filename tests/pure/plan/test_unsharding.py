@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from heterodyne.plan.program import Action, Program
 from heterodyne.plan.schedules import SCHEDULES
-from heterodyne.plan.unsharding import Passes, with_unsharding
+from heterodyne.plan.unsharding import RankPasses, with_unsharding
 from heterodyne.plan.verify import collective_order
 
 
 def of_one(
     order: Sequence[Action], readers: Mapping[int, Sequence[int]], kept: frozenset[int] = frozenset()
 ) -> tuple[Action, ...]:
-    (actions,) = with_unsharding([Passes(actions=order, readers=readers, kept=kept)])
+    (actions,) = with_unsharding([RankPasses(actions=order, readers=readers, kept=kept)])
     return actions
 
 
@@ -72,7 +72,7 @@ def test_alone_without_a_micro_batch_everything_is_reduced_all_the_same() -> Non
 
 
 @st.composite
-def pipelines(draw: st.DrawFn) -> list[Passes]:
+def pipelines(draw: st.DrawFn) -> list[RankPasses]:
     """Ranks of pipelines that hold the same buckets: cut anywhere, in any schedule, with any number of micro-batches, also none."""
     buckets = draw(st.integers(1, 6))
     tied = draw(st.booleans())
@@ -90,13 +90,13 @@ def pipelines(draw: st.DrawFn) -> list[Passes]:
         orders = schedule.orders(places, chunks, count) if count else ((),) * places
         for place, order in enumerate(orders):
             own = {b: tuple(s for s in sorted(of) if homes[s] == place) for b, of in reads.items()}
-            ranks.append(Passes(actions=order, readers={bucket: of for bucket, of in own.items() if of}))
+            ranks.append(RankPasses(actions=order, readers={bucket: of for bucket, of in own.items() if of}))
     return ranks
 
 
 @given(pipelines())
 def test_all_owners_gather_and_reduce_as_often_and_in_one_order_whatever_their_micro_batches(
-    ranks: list[Passes],
+    ranks: list[RankPasses],
 ) -> None:
     made = with_unsharding(ranks)
     for _, members in collective_order(Program(ranks=made)):

@@ -25,7 +25,7 @@ from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.forward import autocast
 from heterodyne.runtime.worker import Worker
 
-__all__ = ["Metric", "OutputPart", "Predictor", "gathered_outputs"]
+__all__ = ["BatchPredictor", "Metric", "OutputPart", "gathered_outputs"]
 
 Metric: TypeAlias = Callable[[Any, Any], tuple[float | Tensor, float | Tensor]]
 """``(outputs, part of the batch) -> (sum, count)`` over these samples; both are added up, and their ratio is the metric."""
@@ -45,7 +45,7 @@ class OutputPart:
     dims: tuple[int | None, ...]
 
 
-class Predictor:
+class BatchPredictor:
     """Runs the model in eval mode, without gradients, on the samples of this rank.
 
     Args:

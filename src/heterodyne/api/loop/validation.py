@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from heterodyne.api.loop.batches import BatchFormat, BatchLike
-from heterodyne.api.loop.prediction import Metric, Predictor
+from heterodyne.api.loop.prediction import BatchPredictor, Metric
 from heterodyne.errors import DataError
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.worker import Worker
@@ -23,7 +23,7 @@ def validated(
     metrics: Mapping[str, Metric | KeptMetric],
     format: BatchFormat,
     worker: Worker,
-    predictor: Predictor,
+    predictor: BatchPredictor,
     communicator: Communicator,
 ) -> dict[str, float]:
     """``loss`` and the metrics by name; not a number where nothing counts. Collective.

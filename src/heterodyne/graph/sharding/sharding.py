@@ -17,7 +17,7 @@ from heterodyne.graph.sharding.problem import Problem
 from heterodyne.graph.sharding.rule import OpStrategy
 from heterodyne.graph.sharding.rules import rule_of
 from heterodyne.graph.sharding.solve import Choice, solve
-from heterodyne.graph.sharding.units import Families, Family, families_of, limits
+from heterodyne.graph.sharding.units import UnitFamilies, UnitFamily, families_of, limits
 from heterodyne.graph.size import Size
 
 __all__ = ["Exchange", "Narrow", "Sharding", "shard"]
@@ -59,7 +59,7 @@ class Sharding:
 
     strategies: Mapping[str, OpStrategy]
     layouts: Mapping[Ref, Layout]
-    families: Families
+    families: UnitFamilies
     shares: tuple[tuple[int, ...], ...]
     wanted: Mapping[Ref, Layout]
     exchanges: tuple[Exchange, ...]
@@ -135,7 +135,7 @@ def shard(problem: Problem, shares: Sequence[Sequence[int]], fixed: Mapping[tupl
     )
 
 
-def _too_narrow(problem: Problem, families: Families, shares: Sequence[Sequence[int]]) -> list[Narrow]:
+def _too_narrow(problem: Problem, families: UnitFamilies, shares: Sequence[Sequence[int]]) -> list[Narrow]:
     """Ops whose cut leaves a device that has a share without any of it. Samples may be fewer than devices."""
     found: list[Narrow] = []
     for family in dict.fromkeys(families.of.values()):
@@ -146,7 +146,7 @@ def _too_narrow(problem: Problem, families: Families, shares: Sequence[Sequence[
     return found
 
 
-def _at_fault(problem: Problem, family: Family, wide: int) -> list[Narrow]:
+def _at_fault(problem: Problem, family: UnitFamily, wide: int) -> list[Narrow]:
     """The ops that by themselves have too few units; all of the family, if they have too few only together."""
     graph = problem.graph
     each = [

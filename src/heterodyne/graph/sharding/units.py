@@ -14,13 +14,13 @@ from heterodyne.graph.sharding.layout import Layout
 from heterodyne.graph.sharding.rule import OpStrategy, Rule, common_units
 from heterodyne.graph.size import Size
 
-__all__ = ["Families", "Family", "families_of", "limits"]
+__all__ = ["UnitFamilies", "UnitFamily", "families_of", "limits"]
 
 _Slot = tuple[Ref, Layout]  # a tensor as it is cut
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class UnitFamily:
     """``units``: how many there are; ``by``: the list of shares that they are dealt out by; ``cuts``: the ops that it passes, by name, with
     the letter that is cut in each."""
 
@@ -30,10 +30,10 @@ class Family:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Families:
+class UnitFamilies:
     """The family of each tensor that is cut, in each way in which it is."""
 
-    of: Mapping[_Slot, Family]
+    of: Mapping[_Slot, UnitFamily]
 
     def units(self, ref: Ref, layout: Layout) -> Size:
         """Return how many units that dim of the tensor is dealt out in. Raises KeyError for a tensor that is never cut so."""
@@ -45,7 +45,7 @@ def families_of(
     rules: Mapping[str, Rule],
     strategies: Mapping[str, OpStrategy],
     fixed: Mapping[_Slot, Size],
-) -> Families:
+) -> UnitFamilies:
     """The families of a stage.
 
     Args:
@@ -90,14 +90,14 @@ def families_of(
             passed.setdefault(find(slots[0]), set()).add((name, letter))
     place = {op.name: number for number, op in enumerate(graph.ops)}
     made = {
-        root: Family(
+        root: UnitFamily(
             units=units[root],
             by=root[1].by,
             cuts=tuple(sorted(passed.get(root, ()), key=lambda cut: (place[cut[0]], cut[1]))),
         )
         for root in dict.fromkeys(find(slot) for slot in list(parent))
     }
-    return Families(of={slot: made[find(slot)] for slot in list(parent)})
+    return UnitFamilies(of={slot: made[find(slot)] for slot in list(parent)})
 
 
 def _by_letter(op: Op, rule: Rule, strategy: OpStrategy) -> dict[str, list[_Slot]]:

@@ -21,7 +21,7 @@ from heterodyne.plan.schedules.schedule import Orders
 from heterodyne.plan.schedules.shifted_critical_path import recomputed_ahead
 from heterodyne.plan.schedules.times import Read, StageBytes, StageTimes, chain
 
-__all__ = ["Found", "best_orders", "named_orders"]
+__all__ = ["BestOrders", "best_orders", "named_orders"]
 
 _ACTIONS_PLAYED = 300_000  # by the local improvement: about a third of a second
 _CLOSE = 1e-9
@@ -29,7 +29,7 @@ _UNLIMITED = 2**62
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class BestOrders:
     """Orders, and what the clock says of them.
 
     Args:
@@ -55,7 +55,7 @@ def best_orders(
     held: Sequence[StageBytes] | None = None,
     free_bytes: Sequence[int] | None = None,
     actions_played: int = _ACTIONS_PLAYED,
-) -> Found:
+) -> BestOrders:
     """The shortest orders that are found, the same for the same arguments.
 
     Args:
@@ -87,7 +87,7 @@ def best_orders(
         if shorter < makespan * (1 - _CLOSE):
             best, rows, makespan = name, better, shorter
     orders = work.clock.decode(_whole(work, rows, makespan))
-    return Found(
+    return BestOrders(
         orders=orders,
         came_from=best,
         makespan_s=makespan,

@@ -15,12 +15,12 @@ from torch import Tensor
 
 __all__ = [
     "ClassOf",
-    "Compared",
     "Itself",
     "SameArray",
     "SameDefaultType",
     "SameFunction",
     "SameTensor",
+    "SameValue",
     "SameVariable",
     "are_equal",
 ]
@@ -33,7 +33,7 @@ _WITH_NUMPY = frozenset(
 )
 
 
-class Compared(Protocol):
+class SameValue(Protocol):
     """What no identity and no version tells, so that its values are compared at each step."""
 
     def is_still(self) -> bool:

@@ -30,12 +30,12 @@ from heterodyne.around_model import HOOKS, OF_TORCH
 from heterodyne.code_read import CodeRead, around_of, environment_of, is_users, looks_globals_up
 from heterodyne.runtime.recapture.values_read import (
     ClassOf,
-    Compared,
     Itself,
     SameArray,
     SameDefaultType,
     SameFunction,
     SameTensor,
+    SameValue,
     SameVariable,
 )
 
@@ -71,7 +71,7 @@ class Walk:
         self._of_model: set[int] = set()
         self._tensors: list[Tensor] = []
         self._stored: list[Tensor] = []
-        self._compared: list[Compared] = []
+        self._compared: list[SameValue] = []
         self._seen: set[int] = set()
         self._readers: dict[str, list[FunctionType]] = {}  # functions of one name
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from heterodyne.graph.ir import Ref
+from heterodyne.graph.op_kinds import FILLED_LIKE
 from heterodyne.graph.sharding.rule import LETTERS, Call, Rule
 from heterodyne.graph.size import Size
 
@@ -24,7 +25,6 @@ _PLAIN: Final = frozenset({
     "where", "xlogy", "__and__", "__or__", "__xor__",
 })  # fmt: skip
 _RANDOM: Final = frozenset({"dropout", "alpha_dropout", "rand_like", "randn_like", "bernoulli"})
-_LIKE: Final = frozenset({"zeros_like", "ones_like", "full_like", "empty_like"})
 
 
 def aligned(call: Call) -> tuple[tuple[str, ...], str]:
@@ -90,7 +90,7 @@ def _with_underscore(table: Mapping[str, Callable[[Call], Rule | None]]) -> dict
 
 
 POINTWISE: Final[Mapping[str, Callable[[Call], Rule | None]]] = _with_underscore({
-    **dict.fromkeys(_PLAIN | _RANDOM | _LIKE, _plain),
+    **dict.fromkeys(_PLAIN | _RANDOM | FILLED_LIKE, _plain),
     **dict.fromkeys(("clone", "contiguous", "neg"), _copied),
     **dict.fromkeys(("to", "_to_copy", "type_as", "float"), _converted),
     **dict.fromkeys(("add", "sub"), _added),
