@@ -248,7 +248,6 @@ def ideas() -> tuple[Idea, ...]:
         _idea("move: other widths", (move, "_rewidened", _none)),
         _idea("move: another micro-batch", (move, "_resized", _none)),
         _idea("move: recompute", (move, "_recomputed", _none)),
-        _idea("move: two pipelines share micro-batches", (move, "_shared", _none)),
         _idea("move: devices that are left over", (move, "_filled", _empty)),
         _idea("move: all of a pool cut alike", (move, "_aligned", _none), also="GPT-Neo-2.7B, 16 A100-40 + 16 V100-16, waiting"),
         _idea("move: a pipeline less, or another", (move, "_without_one", _none), also="drawn 19, "),
