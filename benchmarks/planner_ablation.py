@@ -213,7 +213,6 @@ def ideas() -> tuple[Idea, ...]:
         _idea("surplus stages left out", (pipeline_table, "_without_surplus", lambda runs, *_: runs), where=fleets, also="a 1.8T mixture"),
         _idea("each pool by itself", _no_pool_alone(), where=fleets),
         _idea("a stage less than there are devices for", (template_search, "_LESS", (0,)), where=fleets),
-        _idea("stages for a half or a quarter of the devices", (template_search, "_PARTS", (1,)), where=fleets),
         _idea("two pipelines for the same devices", (pipeline_table, "_KEPT", 1), where=fleets),
         _idea("estimates with split backwards", (pipeline_table._OfSize, "_filling", 1.0), where=fleets, also="Llama-3-70B"),
         _idea("exact search of few devices", _not_exact(), where=few),

@@ -29,7 +29,6 @@ __all__ = ["NO_TIME_S", "TIMES", "Room", "Runs", "TemplateSearch"]
 TIMES = 8
 """Bottleneck times for each number of replicas."""
 _LATER = 1.2  # each over the one before: coarse, since what is found is estimated again
-_PARTS = (1, 2, 4)  # of the devices that a pool has for a pipeline, one in so many is used
 _LESS = (0, 1)  # stages than there are devices for: what is left over may make pipelines of its own
 _OF_OCTAVE = 3  # numbers of replicas between a power of two and the next one
 _SLOWER = 1.5  # times the fastest if nothing waited, up to which a number of replicas is looked at
@@ -189,7 +188,7 @@ class TemplateSearch:
         found = {}
         for pool in sorted({kind.pool for kind in self.kinds}):
             own = [number for number, kind in enumerate(self.kinds) if kind.pool == pool]
-            each = sorted({self.kinds[number].devices * part for number in own for part in _PARTS})
+            each = sorted({self.kinds[number].devices for number in own})
             found[pool] = [self._block(pool, devices, less, own, summed) for devices in each for less in _LESS]
         return found
 
@@ -202,7 +201,7 @@ class TemplateSearch:
         at = behind + np.arange(len(behind))[:, None] * behind.shape[1]
         best, width = np.full_like(self._start, -np.inf), np.zeros(self._start.shape, dtype=np.int16)
         for number in kinds:
-            if devices % self.kinds[number].devices == 0 and devices // self.kinds[number].devices in _PARTS:
+            if self.kinds[number].devices == devices:
                 own = summed[number] - summed[number].take(at)
                 width[own > best] = number
                 best = np.maximum(best, own)
