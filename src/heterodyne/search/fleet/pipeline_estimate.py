@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from heterodyne.predictor.constants import constants
-from heterodyne.predictor.overlap import exposed_s, returned_s
+from heterodyne.predictor.overlap import shown_s
 from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.fleet_wires import Wires
 from heterodyne.search.fleet.kinds import Kind
@@ -168,7 +167,7 @@ class PipelineEstimate:
         own = runs * pace[chains]
         part = layers * pace[chains] / own.sum(axis=1, keepdims=True)  # of the layers, on a stage
         once = np.where(runs > 0, part * np.array(each)[chains], 0.0).max(axis=1) * (1 - 1 / count)
-        return exposed_sync_s(self.predictor, once, once, bottleneck_s)
+        return shown_s(once, once, _BACKWARD * bottleneck_s, self.predictor.software)
 
     def sync_of_devices_s(self, devices: Ints, bottleneck_s: Floats) -> Floats:
         """Exposed seconds of gradient sync with one other replica, if each device holds an equal part.
@@ -180,13 +179,4 @@ class PipelineEstimate:
         each = np.array([0.0 if wire is None else 1 / wire.bandwidth_bytes_per_s for wire in links])
         size = self.kinds[0].table.reduced_bytes(0, layers)
         once = size * np.where(devices > 0, each, 0.0).max(axis=1) / np.maximum(1, devices.sum(axis=1))
-        return exposed_sync_s(self.predictor, once, once, bottleneck_s)
-
-
-def exposed_sync_s(predictor: Predictor, gradients_s: Floats, updated_s: Floats, bottleneck_s: Floats) -> Floats:
-    """Estimated exposed seconds of what takes so long if nothing hides it."""
-    if not predictor.software.overlap_gradients:
-        return gradients_s + updated_s
-    stated = constants().stated
-    found: Floats = exposed_s(gradients_s, _BACKWARD * bottleneck_s, stated) + returned_s(updated_s, stated)
-    return found
+        return shown_s(once, once, _BACKWARD * bottleneck_s, self.predictor.software)
