@@ -40,6 +40,7 @@ from heterodyne.search.fleet import (
     columns,
     cutter,
     evaluator,
+    fleet_wires,
     kinds,
     lower_bound,
     mixes,
@@ -131,6 +132,14 @@ def _one_relaxation() -> Replaced:
     return search, "relaxations", relaxations
 
 
+class _Even(fleet_wires.Wires):
+    """All links alike."""
+
+    @property
+    def byte_s(self) -> Any:
+        return 0.0 * super().byte_s
+
+
 def _climbed_but(wanted: Callable[[Any], bool]) -> Replaced:
     whole = climbing.Climbing._climbed
 
@@ -203,7 +212,7 @@ def ideas() -> tuple[Idea, ...]:
     of, climb = search.Search, climbing.Climbing
     move = neighbourhood.Neighbourhood
     cut, refined, weighed = finer_cuts.FinerCuts, refine.Refiner, by_class.ByClass
-    lines, many, links = finer_cuts._Lines, mixes.Mixes, columns._links_s
+    lines, many = finer_cuts._Lines, mixes.Mixes
     few: Rows = ("few",)
     fleets: Rows = ("fleets",)
     on: Rows = ("devices",)
@@ -224,7 +233,7 @@ def ideas() -> tuple[Idea, ...]:
         _idea("unlike pipelines", (of, "_mixed", _same)),
         _idea("relaxations by exposed exchange", (columns, "_QUANTILES", (1.0,))),
         _idea("a relaxation without exchange", _one_relaxation()),
-        _idea("relaxations without slow links", (columns, "_links_s", lambda fleet: 0.0 * links(fleet)), also="a 1.8T mixture"),
+        _idea("relaxations without slow links", (columns, "Wires", _Even), also="a 1.8T mixture"),
         _idea("columns by reduced value", (columns, "_of_value", _none)),
         _idea("columns by pairs", (columns, "_paired", _empty), where=few, also="drawn 5, "),
         _idea("columns for later times", (columns, "_LATER", (1.0,))),

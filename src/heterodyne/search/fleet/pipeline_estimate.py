@@ -158,15 +158,14 @@ class PipelineEstimate:
 
     def sync_s(self, chains: Ints, runs: Ints, count: Ints, bottleneck_s: Floats) -> Floats:
         """Exposed seconds of gradient sync, if each stage holds layers in proportion to its speed."""
-        layers, wires = len(self.kinds[0].table.costs), Wires(self.predictor.fleet)
+        layers = len(self.kinds[0].table.costs)
         size = self.kinds[0].table.reduced_bytes(0, layers) / layers  # the same at all widths
-        links = [wires.between(kind.name, kind.name) for kind in self.kinds]
-        each = [0.0 if wire is None else size / wire.bandwidth_bytes_per_s for wire in links]
+        each = size * Wires(self.predictor.fleet).byte_s[[kind.pool for kind in self.kinds]]
         forward, backward, _ = self._passes()
         pace = 1 / np.maximum(forward + backward, NO_TIME_S)
         own = runs * pace[chains]
         part = layers * pace[chains] / own.sum(axis=1, keepdims=True)  # of the layers, on a stage
-        once = np.where(runs > 0, part * np.array(each)[chains], 0.0).max(axis=1) * (1 - 1 / count)
+        once = np.where(runs > 0, part * each[chains], 0.0).max(axis=1) * (1 - 1 / count)
         return shown_s(once, once, _BACKWARD * bottleneck_s, self.predictor.software)
 
     def sync_of_devices_s(self, devices: Ints, bottleneck_s: Floats) -> Floats:
@@ -174,9 +173,9 @@ class PipelineEstimate:
 
         ``devices``: Shape [pipelines, pools].
         """
-        layers, wires = len(self.kinds[0].table.costs), Wires(self.predictor.fleet)
-        links = [wires.between(pool.name, pool.name) for pool in self.predictor.fleet.pools]
-        each = np.array([0.0 if wire is None else 1 / wire.bandwidth_bytes_per_s for wire in links])
-        size = self.kinds[0].table.reduced_bytes(0, layers)
+        each, size = (
+            Wires(self.predictor.fleet).byte_s,
+            self.kinds[0].table.reduced_bytes(0, len(self.kinds[0].table.costs)),
+        )
         once = size * np.where(devices > 0, each, 0.0).max(axis=1) / np.maximum(1, devices.sum(axis=1))
         return shown_s(once, once, _BACKWARD * bottleneck_s, self.predictor.software)
