@@ -71,7 +71,7 @@ class PipelineEstimate:
         """
         kinds = self.kinds
         layers = len(kinds[0].table.costs)
-        forward, backward, recomputed = (own / layers for own in self._passes())
+        forward, backward, recomputed = np.array([kind.layer_s for kind in kinds]).T
         inside, before = self._sends(chains, runs)
         after = np.pad(before[:, 1:], ((0, 0), (0, 1)))
         waits = np.where(runs > 1, inside + np.maximum(inside, np.maximum(before, after)), before + after)
@@ -116,11 +116,6 @@ class PipelineEstimate:
         inside, _ = self._sends(one, np.full_like(one, 2))
         return [2 * seconds if np.isfinite(seconds) else 0.0 for seconds in inside[:, 0].tolist()]
 
-    def _passes(self) -> tuple[Floats, Floats, Floats]:
-        """Seconds of all forwards, backwards and recompute of a micro-batch, on each kind."""
-        forward, backward, again = np.array([[own[-1] for own in kind.table.passes] for kind in self.kinds]).T
-        return forward, backward, again
-
     def _room(self, chains: Ints, held: Floats, count: Ints, *, recompute: bool) -> Floats:
         """The number of layers for which a stage has memory. Shape of ``held``: [pipelines, places, some of the stages]."""
         if recompute and not self.recompute:
@@ -161,7 +156,7 @@ class PipelineEstimate:
         layers = len(self.kinds[0].table.costs)
         size = self.kinds[0].table.reduced_bytes(0, layers) / layers  # the same at all widths
         each = size * Wires(self.predictor.fleet).byte_s[[kind.pool for kind in self.kinds]]
-        forward, backward, _ = self._passes()
+        forward, backward, _ = np.array([kind.layer_s for kind in self.kinds]).T
         pace = 1 / np.maximum(forward + backward, NO_TIME_S)
         own = runs * pace[chains]
         part = layers * pace[chains] / own.sum(axis=1, keepdims=True)  # of the layers, on a stage

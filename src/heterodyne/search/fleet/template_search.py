@@ -144,18 +144,13 @@ class TemplateSearch:
         pace = np.zeros((len(self.room), len(replicas)))
         layer_s = np.inf
         for kind in self.kinds:
-            forward, backward, _ = self._passes(kind)
+            forward, backward, _ = kind.layer_s
             each_s = max(NO_TIME_S, forward + backward)
             own = np.minimum(self.room[kind.pool] // replicas // kind.devices, self.stages) / each_s
             pace[kind.pool] = np.maximum(pace[kind.pool], own)
             layer_s = min(layer_s, each_s)
         found: Floats = np.maximum(layer_s, self._model_layers / np.maximum(pace.sum(axis=0), NO_TIME_S))
         return found
-
-    def _passes(self, kind: Kind) -> tuple[float, float, float]:
-        """Seconds of forward, backward and recompute of a layer, in the mean."""
-        forward, backward, recomputed = (float(own[-1]) / self._model_layers for own in kind.table.passes)
-        return forward, backward, recomputed
 
     @property
     def _model_layers(self) -> int:
@@ -209,7 +204,7 @@ class TemplateSearch:
 
     def _summed(self, kind: Kind, waits_s: float) -> Layers:
         """Layers of the first stages from the end. Shape [rows, stages + 1]."""
-        forward, backward, recomputed = self._passes(kind)
+        forward, backward, recomputed = kind.layer_s
         held = np.minimum(np.arange(1, self.stages + 1)[None, :], self.rounds[:, None])
         most = np.zeros((len(self.replicas), TIMES, self.stages), dtype=np.float32)
         for again in {False, self.recompute}:
