@@ -122,14 +122,14 @@ def _as_is(*found: Any) -> Any:
     return found
 
 
-def _one_relaxation() -> Replaced:
-    """Without that of all pipelines whatever they exchange."""
-    whole = columns.relaxations
+def _relaxed_but(wanted: Callable[[Any], bool]) -> Replaced:
+    """Without the relaxations for some quantiles of the exposed exchange."""
+    whole = columns._fastest
 
-    def relaxations(*given: Any, few: bool) -> list[Any]:
-        return whole(*given, few=few)[:1]
+    def fastest(pipelines: Any, fleet: Any, limits: Any, samples: int, quantiles: Any) -> Any:
+        return whole(pipelines, fleet, limits, samples, quantiles) if wanted(quantiles) else None
 
-    return search, "relaxations", relaxations
+    return columns, "_fastest", fastest
 
 
 class _Even(fleet_wires.Wires):
@@ -231,8 +231,9 @@ def ideas() -> tuple[Idea, ...]:
         _idea("cuts with memory for split backwards", _first_cuts(2)),
         _idea("alike pipelines first", (of, "_alike", lambda *_: None)),
         _idea("unlike pipelines", (of, "_mixed", _same)),
-        _idea("relaxations by exposed exchange", (columns, "_QUANTILES", (1.0,))),
-        _idea("a relaxation without exchange", _one_relaxation()),
+        _idea("relaxations by exposed exchange", (columns, "_QUANTILES", (1.0, 1.0))),
+        _idea("relaxations of alike cuts", _relaxed_but(lambda own: own != (1.0,)), also="drawn 18, "),
+        _idea("a relaxation without exchange", _relaxed_but(lambda own: own is not None)),
         _idea("relaxations without slow links", (columns, "Wires", _Even), also="a 1.8T mixture"),
         _idea("columns by reduced value", (columns, "_of_value", _none)),
         _idea("columns by pairs", (columns, "_paired", _empty), where=few, also="drawn 5, "),

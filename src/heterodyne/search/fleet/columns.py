@@ -3,12 +3,13 @@
 The reduced value of a pipeline is the samples that it does in a given time, less what its devices are worth elsewhere: the dual prices of
 the relaxed knapsack over all pipelines (`counts`). The time is the one in which fractions of pipelines just do the batch. A step ends with
 the longest exchange of gradients, and a ring runs at the pace of its slowest link; so there is one relaxation for each set of pools
-without the slowest links, and for each bound on what a pipeline may expose of the exchange.
+without the slowest links, and for each bound on what a pipeline may expose of the exchange. Pipelines exchange stage by stage where they
+are cut alike, else in parts of stages, which takes longer; so there is one too for pipelines over a pool each with as many stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -49,19 +50,28 @@ class Relaxation:
 
 
 def relaxations(pipelines: PipelineTable, fleet: Fleet, limits: Limits, samples: int, *, few: bool) -> list[Relaxation]:
-    """The fastest, and that of all whatever they exchange; none if no mix keeps the limits. One that is much slower than the other is left
-    out, but not over ``few`` devices: what is exposed of an exchange is estimated, and there it decides.
+    """The fastest of pipelines that are cut alike, the fastest of all, and that of all whatever they exchange; none if no mix keeps the
+    limits. Those that are much slower than the fastest are left out, but not over ``few`` devices: what is exposed of an exchange is
+    estimated, and there it decides.
     """
-    most_s = float(pipelines.sync_s.max(initial=0.0))
-    found = _fastest(pipelines, fleet, limits, samples), _relaxation(pipelines, limits, samples, most_s)
-    every = [own for own in found if own is not None]
+    alone = pipelines.select((pipelines.devices > 0).sum(axis=1) == 1)
+    aligned = [
+        _fastest(alone.select(alone.stages == count), fleet, limits, samples, (1.0,))
+        for count in np.unique(alone.stages)
+    ]
+    every = sorted((own for own in aligned if own is not None), key=lambda own: own.step_s)[:1]
+    every += [own for own in (_fastest(pipelines, fleet, limits, samples, q) for q in (_QUANTILES, None)) if own]
     least_s = min((own.step_s for own in every), default=inf)
     return every if few else [own for own in every if own.step_s <= _NEARLY * least_s]
 
 
-def _fastest(pipelines: PipelineTable, fleet: Fleet, limits: Limits, samples: int) -> Relaxation | None:
-    """Of the pipelines up to each bound on what they expose, over each set of pools."""
+def _fastest(
+    pipelines: PipelineTable, fleet: Fleet, limits: Limits, samples: int, quantiles: Sequence[float] | None
+) -> Relaxation | None:
+    """``quantiles``: of exposed sync, up to which pipelines are looked at; None: it is not counted."""
     best: Relaxation | None = None
+    if not quantiles:
+        return _relaxation(pipelines, limits, samples, float(pipelines.sync_s.max(initial=0.0)))
     links = Wires(fleet).byte_s
     own_links = np.where(pipelines.devices > 0, links, 0.0).max(axis=1)
     for slowest in sorted(set(links[limits.room > 0].tolist()), reverse=True):
@@ -73,7 +83,7 @@ def _fastest(pipelines: PipelineTable, fleet: Fleet, limits: Limits, samples: in
         paced = np.where(own_links[inside] > 0, slowest / np.maximum(own_links[inside], 1e-30), 1.0)
         sync_s = pipelines.sync_s[inside] * paced
         own = replace(limits, room=room)
-        for most_s in sorted({float(np.quantile(sync_s, q, method="higher")) for q in _QUANTILES}, reverse=True):
+        for most_s in sorted({float(np.quantile(sync_s, q, method="higher")) for q in quantiles}, reverse=True):
             part = pipelines.select(inside[sync_s <= most_s])
             if best is not None and not _does(part, own, samples, best.step_s - most_s):
                 continue
