@@ -86,6 +86,7 @@ BENCHMARKS = (
     "planner_gap",
     "planner_quality",
     "planner_golden",
+    "planner_ablation",
     "planner_invariants",
     "planner_optimality",
     "planner_here",

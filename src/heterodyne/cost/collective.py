@@ -39,6 +39,7 @@ class AlphaBeta:
 
 FREE = AlphaBeta(0.0, 0.0)
 _NUMBER_BYTES = 8
+_BUCKET_BYTES = 4 * 2**20  # where links are not known
 
 
 def fit(samples: Iterable[tuple[float, float]]) -> AlphaBeta:
@@ -118,6 +119,21 @@ class Collectives:
                 "bandwidth and latency in the cluster file"
             )
         return AlphaBeta(link.latency_s, 1 / link.bandwidth_bytes_per_s)
+
+    def bucket_bytes(self, gradients: int) -> int:
+        """Bytes of a gradient bucket with which an all-reduce over all devices costs least, of so many bytes in all.
+
+        G bytes of gradients in buckets of n bytes pay the latency a of an all-reduce G / n times. All buckets but the last overlap with
+        the backward, and the last takes n b, at b seconds per byte. The sum is least at n = sqrt(a G / b). Where nothing is known of a
+        link it is 4 MiB.
+        """
+        try:
+            cost = self.all_reduce([device.id for device in self.cluster.devices])
+        except MeasureError:
+            return _BUCKET_BYTES
+        if not cost.s_per_byte or not cost.latency_s:
+            return _BUCKET_BYTES
+        return max(1, round(min(float(gradients), sqrt(cost.latency_s * gradients / cost.s_per_byte))))
 
     def busy(self, device: str, other: str) -> AlphaBeta:
         """Compute seconds of ``device`` per message to or from ``other``; 0 where no processor carries it.

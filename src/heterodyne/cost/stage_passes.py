@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from heterodyne.cluster.spec import Cluster
+from heterodyne.cluster.catalog import find
+from heterodyne.cluster.spec import Cluster, Device
 from heterodyne.cost.backward_split import BackwardSplit
 from heterodyne.cost.compute import Compute, Pass
-from heterodyne.cost.machine_balance import flops_per_byte
 from heterodyne.cost.memory import DeviceMemory
 from heterodyne.cost.recipe import Recipe
 from heterodyne.cost.recomputation import RecomputedPart, parts_again
@@ -17,11 +17,15 @@ from heterodyne.cost.stage import StageCosts
 from heterodyne.graph.cut import crossings
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.graph.size import ZERO, Size
-from heterodyne.plan.precision import precision_of
+from heterodyne.plan.precision import Precision, precision_of
 
 __all__ = ["StagePasses"]
 
 Ops = tuple[int, int]
+_OF_CPU: Final = 8.0
+"""FLOPs per byte. A core with AVX2 or AVX-512 does 50 to 200 GFLOP/s in fp32, and has 10 to 20 GB/s of memory bandwidth."""
+_OF_OTHERS: Final = 60.0
+_PEAKS: Final = {"fp32": ("fp32", "tf32"), "bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "bf16", "fp32")}
 
 
 class _OfMicroBatch(NamedTuple):
@@ -135,7 +139,7 @@ class StagePasses:
     def balance(self, device: str) -> float:
         """The machine balance of a device: FLOPs per byte."""
         each = self.cluster.device(device)
-        return flops_per_byte(each, precision_of(self.recipe.precision, each.kind))
+        return _flops_per_byte(each, precision_of(self.recipe.precision, each.kind))
 
     def beside(self, part: Ops, ops: Ops, size: int) -> float:
         """Bytes that a recomputed part holds beside its own activations: its outputs, which still exist from the first forward, and their
@@ -166,3 +170,17 @@ class StagePasses:
         here = self.graph.ops[ops[0] : ops[1]]
         early = {name for op in here if not self.halves.waits(op) for name in op.parameters}
         return sum(size for name, size in gradients.items() if name in early)
+
+
+def _flops_per_byte(device: Device, precision: Precision) -> float:
+    """The machine balance: FLOPs in the time in which its memory moves a byte; from the datasheet where the catalog has one.
+
+    An op takes the longer of its FLOPs and its memory traffic (Williams, Waterman and Patterson, "Roofline", CACM 2009). This only
+    divides the measured seconds of a block over its ops.
+    """
+    known = None if device.backend == "cpu" else find(device.kind)
+    if known is not None and known.memory_bandwidth_bytes_per_s:
+        peak = next((known.peak_flops[p] for p in _PEAKS[precision] if p in known.peak_flops), None)
+        if peak is not None:
+            return peak / known.memory_bandwidth_bytes_per_s
+    return _OF_CPU if device.backend == "cpu" else _OF_OTHERS

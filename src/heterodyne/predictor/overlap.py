@@ -11,25 +11,31 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from heterodyne.predictor.constants import Stated
+from heterodyne.predictor.constants import constants
+from heterodyne.predictor.software import Software
 
-__all__ = ["exposed_s", "last_bucket_s", "returned_s"]
+__all__ = ["last_bucket_s", "returned_s", "shown_s"]
 
 Seconds = TypeVar("Seconds", float, NDArray[np.float64])
 """Of one exchange, or of many."""
 
 
-def exposed_s(exchange_s: Seconds, backward_s: Seconds, stated: Stated) -> Seconds:
-    """Of an exchange of gradients, what nothing hides, where the last backward takes ``backward_s``."""
-    hidden: Seconds = np.minimum(stated.hidden * exchange_s, backward_s)
-    return exchange_s - hidden
+def shown_s(gradients_s: Seconds, updated_s: Seconds | float, backward_s: Seconds, software: Software) -> Seconds:
+    """Of an exchange of gradients and of updated parameters on their way back, what nothing hides: all of it where software exchanges
+    gradients after the backward, else what is left of them beside a last backward of ``backward_s``, and `returned_s`.
+    """
+    if not software.overlap_gradients:
+        return gradients_s + updated_s
+    stated = constants().stated
+    hidden: Seconds = np.minimum(stated.hidden * gradients_s, backward_s)
+    return gradients_s - hidden + stated.returned * updated_s
 
 
-def last_bucket_s(exchange_s: Seconds, stated: Stated) -> Seconds:
+def last_bucket_s(exchange_s: Seconds) -> Seconds:
     """Of an exchange of gradients, what nothing hides however long the backward takes."""
-    return (1 - stated.hidden) * exchange_s
+    return (1 - constants().stated.hidden) * exchange_s
 
 
-def returned_s(exchange_s: Seconds, stated: Stated) -> Seconds:
+def returned_s(exchange_s: Seconds) -> Seconds:
     """Of updated parameters on their way back, what shows."""
-    return stated.returned * exchange_s
+    return constants().stated.returned * exchange_s

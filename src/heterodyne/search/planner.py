@@ -11,7 +11,6 @@ from functools import partial
 
 from heterodyne.cluster.profile import Profile
 from heterodyne.cluster.spec import Cluster
-from heterodyne.cost.bucket_size import bucket_bytes_for
 from heterodyne.cost.collective import Collectives
 from heterodyne.cost.memory import MemoryAssumptions
 from heterodyne.cost.model import CostModel
@@ -99,7 +98,7 @@ def _believed(
     memory: MemoryAssumptions | None,
 ) -> CostModel:
     if bucket_bytes is None:
-        bucket_bytes = bucket_bytes_for(graph, Collectives(cluster=cluster, samples=profile.links))
+        bucket_bytes = Collectives(cluster=cluster, samples=profile.links).bucket_bytes(graph.trainable_bytes)
     recipe = replace(recipe, bucket_bytes=bucket_bytes)
     return CostModel(graph=graph, cluster=cluster, profile=profile, recipe=recipe, memory=memory or MemoryAssumptions())
 

@@ -18,6 +18,7 @@ import numpy as np
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.counts import Limits, best_per_devices, relaxed, shortest_s
+from heterodyne.search.fleet.fleet_wires import Wires
 from heterodyne.search.fleet.pipeline_table import PipelineTable
 
 __all__ = ["Relaxation", "columns_of", "relaxations"]
@@ -71,7 +72,7 @@ def _fastest(
     best: Relaxation | None = None
     if not quantiles:
         return _relaxation(pipelines, limits, samples, float(pipelines.sync_s.max(initial=0.0)))
-    links = _links_s(fleet)
+    links = Wires(fleet).byte_s
     own_links = np.where(pipelines.devices > 0, links, 0.0).max(axis=1)
     for slowest in sorted(set(links[limits.room > 0].tolist()), reverse=True):
         room: Ints = np.where(links <= slowest, limits.room, 0)
@@ -150,9 +151,3 @@ def _does(pipelines: PipelineTable, limits: Limits, samples: int, seconds: float
     keep = best_per_devices(capacity, pipelines.devices)
     done = relaxed(capacity[keep], pipelines.devices[keep], limits)
     return done is not None and done.samples > samples
-
-
-def _links_s(fleet: Fleet) -> Floats:
-    """Seconds of a byte from a node of each pool to another one."""
-    wires = [fleet.wire(pool, pool) for pool in fleet.pools]
-    return np.array([0.0 if wire is None else 1 / wire.bandwidth_bytes_per_s for wire in wires])

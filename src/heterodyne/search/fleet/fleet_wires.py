@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from heterodyne.cluster.catalog import collectives_of, find
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.predictor.constants import constants
+from heterodyne.search.fleet.arrays import Floats
 
 __all__ = ["Wires", "apart", "collectives"]
 
@@ -29,6 +32,12 @@ class Wires:
                 wire = replace(wire, bandwidth_bytes_per_s=constants().stated.sockets * wire.bandwidth_bytes_per_s)
             self._known[a, b] = wire
         return self._known[a, b]
+
+    @property
+    def byte_s(self) -> Floats:
+        """Seconds of a byte from a node of each pool to another one of it; 0 where that is not known."""
+        wires = [self.between(pool.name, pool.name) for pool in self.fleet.pools]
+        return np.array([0.0 if wire is None else 1 / wire.bandwidth_bytes_per_s for wire in wires])
 
     def inside(self, pool: Pool) -> Wire | None:
         """The link inside a node; where it is unknown, the link between nodes."""

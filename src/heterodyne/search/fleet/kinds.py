@@ -15,7 +15,6 @@ import numpy as np
 
 from heterodyne.cluster.fleet import Fleet, Pool
 from heterodyne.cost.layers import LayerCost, Widths
-from heterodyne.search.fleet.plan import TemplateStage
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import Table, Tables
@@ -42,8 +41,11 @@ class Kind:
     def devices(self) -> int:
         return self.widths.devices
 
-    def stage(self, start: int, stop: int, *, recompute: bool) -> TemplateStage:
-        return TemplateStage(pool=self.name, widths=self.widths, start=start, stop=stop, recompute=recompute)
+    @cached_property
+    def layer_s(self) -> tuple[float, float, float]:
+        """Seconds of forward, backward and recompute of a layer, in the mean."""
+        forward, backward, recomputed = (float(own[-1]) / len(self.table.costs) for own in self.table.passes)
+        return forward, backward, recomputed
 
 
 def kinds_of(fleet: Fleet, tables: Tables, micro_batch: int, space: Space, *, every: bool = False) -> tuple[Kind, ...]:

@@ -11,8 +11,7 @@ import numpy as np
 from scipy.optimize import linprog
 
 from heterodyne.cost.layers import Widths
-from heterodyne.predictor.constants import constants
-from heterodyne.predictor.overlap import exposed_s, returned_s
+from heterodyne.predictor.overlap import shown_s
 from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.counts import Limits
 from heterodyne.search.fleet.covering import Covering, Places
@@ -205,15 +204,12 @@ class Cover:
             messages = 2 - (start == 0) - (stop == len(table.costs))
             found = np.where(messages > 0, found + messages * self._send_s(kind), found)
         whole, own = table.updates_s(start, stop)
-        stated, hidden_by = constants().stated, backward + recomputed
+        hidden_by, software = backward + recomputed, predictor.software
         after = np.full(start.shape, np.inf)
         if not shared or 0 in space.zero:
-            reduced = 2 * gradients
-            after = (exposed_s(reduced, hidden_by, stated) if predictor.software.overlap_gradients else reduced) + whole
+            after = shown_s(2 * gradients, 0.0, hidden_by, software) + whole
         if shared and max(space.zero) > 0:
-            back = returned_s(updated, stated) if predictor.software.overlap_gradients else updated
-            scattered = exposed_s(gradients, hidden_by, stated) if predictor.software.overlap_gradients else gradients
-            after = np.minimum(after, scattered + back + own / last)
+            after = np.minimum(after, shown_s(gradients, updated, hidden_by, software) + own / last)
         return found, after
 
     def _exchanged_s(self, kind: Kind, own: Floats, copy: Floats, replicas: int) -> Floats:

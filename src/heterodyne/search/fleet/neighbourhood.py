@@ -78,7 +78,6 @@ class Neighbourhood:
                 yield mix_of((changed if t == template else t, n) for t, n in mix)
                 if count > 1:
                     yield mix_of([*_less(mix, template), (changed, 1)])
-        yield from self._shared(mix, shared)
         yield from self._filled(mix)
         yield from self._aligned(mix, shared)
         yield from self._without_one(mix)
@@ -86,15 +85,6 @@ class Neighbourhood:
         for (a, _), (b, _) in permutations(mix, 2):
             for made in self._exchanged(a, b, shared):
                 yield mix_of([*_less(_less(mix, a), b), *((template, 1) for template in made)])
-
-    def _shared(self, mix: Mix, shared: Shared) -> Iterator[Mix]:
-        """Two pipelines as one that shares their micro-batches, or one as two."""
-        for template, count in mix:
-            if count > 1:
-                for joined in self._sharing(template, 2, shared):
-                    yield mix_of([*_less(_less(mix, template), template), (joined, 1)])
-            for part in self._sharing(template, 0.5, shared):
-                yield mix_of([*_less(mix, template), (part, 2)])
 
     def _without_one(self, mix: Mix) -> Iterator[Mix]:
         """Without one pipeline of a template, or all of them, and others in their place."""
@@ -221,19 +211,6 @@ class Neighbourhood:
             if most and self._known(made):
                 found.append((self._predictor.pipeline_time.longest_s(made) / most, made, most))
         return min(found, key=lambda own: own[0])[1:] if found else None
-
-    def _sharing(self, template: Template, times: float, shared: Shared) -> list[Template]:
-        """Two such pipelines as one that shares their micro-batches (``times`` 2), or half of one that does (0.5)."""
-        if any(number * times % 1 for number in (template.micro_batch, *(home.widths.data for home in template.homes))):
-            return []
-        stages = tuple(
-            replace(stage, widths=stage.widths._replace(data=int(stage.widths.data * times)))
-            for stage in template.stages
-        )
-        made = replace(template, micro_batch=int(template.micro_batch * times), stages=stages)
-        offered = all(home.widths in self.kinds.widths(home.pool, made.micro_batch) for home in made.homes)
-        made = self._fitted(made, shared)
-        return [made] if offered and self._known(made) else []
 
     def _cut_anew(self, template: Template, shared: Shared) -> Iterator[Template]:
         """Pools in another order, and other numbers of stages over the same devices of one of them, with optimal cuts."""

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from heterodyne.predictor.constants import constants
-from heterodyne.predictor.overlap import exposed_s, returned_s
+from heterodyne.predictor.overlap import shown_s
 from heterodyne.search.fleet.arrays import Floats, Ints
 from heterodyne.search.fleet.fleet_wires import Wires
 from heterodyne.search.fleet.kinds import Kind
@@ -72,7 +71,7 @@ class PipelineEstimate:
         """
         kinds = self.kinds
         layers = len(kinds[0].table.costs)
-        forward, backward, recomputed = (own / layers for own in self._passes())
+        forward, backward, recomputed = np.array([kind.layer_s for kind in kinds]).T
         inside, before = self._sends(chains, runs)
         after = np.pad(before[:, 1:], ((0, 0), (0, 1)))
         waits = np.where(runs > 1, inside + np.maximum(inside, np.maximum(before, after)), before + after)
@@ -117,11 +116,6 @@ class PipelineEstimate:
         inside, _ = self._sends(one, np.full_like(one, 2))
         return [2 * seconds if np.isfinite(seconds) else 0.0 for seconds in inside[:, 0].tolist()]
 
-    def _passes(self) -> tuple[Floats, Floats, Floats]:
-        """Seconds of all forwards, backwards and recompute of a micro-batch, on each kind."""
-        forward, backward, again = np.array([[own[-1] for own in kind.table.passes] for kind in self.kinds]).T
-        return forward, backward, again
-
     def _room(self, chains: Ints, held: Floats, count: Ints, *, recompute: bool) -> Floats:
         """The number of layers for which a stage has memory. Shape of ``held``: [pipelines, places, some of the stages]."""
         if recompute and not self.recompute:
@@ -159,34 +153,24 @@ class PipelineEstimate:
 
     def sync_s(self, chains: Ints, runs: Ints, count: Ints, bottleneck_s: Floats) -> Floats:
         """Exposed seconds of gradient sync, if each stage holds layers in proportion to its speed."""
-        layers, wires = len(self.kinds[0].table.costs), Wires(self.predictor.fleet)
+        layers = len(self.kinds[0].table.costs)
         size = self.kinds[0].table.reduced_bytes(0, layers) / layers  # the same at all widths
-        links = [wires.between(kind.name, kind.name) for kind in self.kinds]
-        each = [0.0 if wire is None else size / wire.bandwidth_bytes_per_s for wire in links]
-        forward, backward, _ = self._passes()
+        each = size * Wires(self.predictor.fleet).byte_s[[kind.pool for kind in self.kinds]]
+        forward, backward, _ = np.array([kind.layer_s for kind in self.kinds]).T
         pace = 1 / np.maximum(forward + backward, NO_TIME_S)
         own = runs * pace[chains]
         part = layers * pace[chains] / own.sum(axis=1, keepdims=True)  # of the layers, on a stage
-        once = np.where(runs > 0, part * np.array(each)[chains], 0.0).max(axis=1) * (1 - 1 / count)
-        return exposed_sync_s(self.predictor, once, once, bottleneck_s)
+        once = np.where(runs > 0, part * each[chains], 0.0).max(axis=1) * (1 - 1 / count)
+        return shown_s(once, once, _BACKWARD * bottleneck_s, self.predictor.software)
 
     def sync_of_devices_s(self, devices: Ints, bottleneck_s: Floats) -> Floats:
         """Exposed seconds of gradient sync with one other replica, if each device holds an equal part.
 
         ``devices``: Shape [pipelines, pools].
         """
-        layers, wires = len(self.kinds[0].table.costs), Wires(self.predictor.fleet)
-        links = [wires.between(pool.name, pool.name) for pool in self.predictor.fleet.pools]
-        each = np.array([0.0 if wire is None else 1 / wire.bandwidth_bytes_per_s for wire in links])
-        size = self.kinds[0].table.reduced_bytes(0, layers)
+        each, size = (
+            Wires(self.predictor.fleet).byte_s,
+            self.kinds[0].table.reduced_bytes(0, len(self.kinds[0].table.costs)),
+        )
         once = size * np.where(devices > 0, each, 0.0).max(axis=1) / np.maximum(1, devices.sum(axis=1))
-        return exposed_sync_s(self.predictor, once, once, bottleneck_s)
-
-
-def exposed_sync_s(predictor: Predictor, gradients_s: Floats, updated_s: Floats, bottleneck_s: Floats) -> Floats:
-    """Estimated exposed seconds of what takes so long if nothing hides it."""
-    if not predictor.software.overlap_gradients:
-        return gradients_s + updated_s
-    stated = constants().stated
-    found: Floats = exposed_s(gradients_s, _BACKWARD * bottleneck_s, stated) + returned_s(updated_s, stated)
-    return found
+        return shown_s(once, once, _BACKWARD * bottleneck_s, self.predictor.software)

@@ -24,7 +24,7 @@ from heterodyne.search.fleet.pipeline_estimate import PipelineEstimate
 from heterodyne.search.fleet.plan import Template
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.space import Space
-from heterodyne.search.fleet.template_search import Runs, TemplateSearch
+from heterodyne.search.fleet.template_search import NO_TIME_S, Runs, TemplateSearch
 
 __all__ = ["PipelineTable"]
 
@@ -335,8 +335,8 @@ class _OfSize:
         """
         if not self.space.splits:
             return 1.0
-        passes = [[own[-1] for own in kind.table.passes] for kind in self.kinds]
-        return float(np.mean([forward / max(1e-12, forward + backward) for forward, backward, _ in passes]))
+        passes = [kind.layer_s for kind in self.kinds]
+        return float(np.mean([forward / max(NO_TIME_S, forward + backward) for forward, backward, _ in passes]))
 
     def _places(self, chain: Sequence[int], runs: Sequence[int]) -> Places:
         kinds = (self.kinds[number] for number in chain)

@@ -29,7 +29,6 @@ __all__ = ["NO_TIME_S", "TIMES", "Room", "Runs", "TemplateSearch"]
 TIMES = 8
 """Bottleneck times for each number of replicas."""
 _LATER = 1.2  # each over the one before: coarse, since what is found is estimated again
-_PARTS = (1, 2, 4)  # of the devices that a pool has for a pipeline, one in so many is used
 _LESS = (0, 1)  # stages than there are devices for: what is left over may make pipelines of its own
 _OF_OCTAVE = 3  # numbers of replicas between a power of two and the next one
 _SLOWER = 1.5  # times the fastest if nothing waited, up to which a number of replicas is looked at
@@ -145,18 +144,13 @@ class TemplateSearch:
         pace = np.zeros((len(self.room), len(replicas)))
         layer_s = np.inf
         for kind in self.kinds:
-            forward, backward, _ = self._passes(kind)
+            forward, backward, _ = kind.layer_s
             each_s = max(NO_TIME_S, forward + backward)
             own = np.minimum(self.room[kind.pool] // replicas // kind.devices, self.stages) / each_s
             pace[kind.pool] = np.maximum(pace[kind.pool], own)
             layer_s = min(layer_s, each_s)
         found: Floats = np.maximum(layer_s, self._model_layers / np.maximum(pace.sum(axis=0), NO_TIME_S))
         return found
-
-    def _passes(self, kind: Kind) -> tuple[float, float, float]:
-        """Seconds of forward, backward and recompute of a layer, in the mean."""
-        forward, backward, recomputed = (float(own[-1]) / self._model_layers for own in kind.table.passes)
-        return forward, backward, recomputed
 
     @property
     def _model_layers(self) -> int:
@@ -189,7 +183,7 @@ class TemplateSearch:
         found = {}
         for pool in sorted({kind.pool for kind in self.kinds}):
             own = [number for number, kind in enumerate(self.kinds) if kind.pool == pool]
-            each = sorted({self.kinds[number].devices * part for number in own for part in _PARTS})
+            each = sorted({self.kinds[number].devices for number in own})
             found[pool] = [self._block(pool, devices, less, own, summed) for devices in each for less in _LESS]
         return found
 
@@ -202,7 +196,7 @@ class TemplateSearch:
         at = behind + np.arange(len(behind))[:, None] * behind.shape[1]
         best, width = np.full_like(self._start, -np.inf), np.zeros(self._start.shape, dtype=np.int16)
         for number in kinds:
-            if devices % self.kinds[number].devices == 0 and devices // self.kinds[number].devices in _PARTS:
+            if self.kinds[number].devices == devices:
                 own = summed[number] - summed[number].take(at)
                 width[own > best] = number
                 best = np.maximum(best, own)
@@ -210,7 +204,7 @@ class TemplateSearch:
 
     def _summed(self, kind: Kind, waits_s: float) -> Layers:
         """Layers of the first stages from the end. Shape [rows, stages + 1]."""
-        forward, backward, recomputed = self._passes(kind)
+        forward, backward, recomputed = kind.layer_s
         held = np.minimum(np.arange(1, self.stages + 1)[None, :], self.rounds[:, None])
         most = np.zeros((len(self.replicas), TIMES, self.stages), dtype=np.float32)
         for again in {False, self.recompute}:

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from heterodyne.plan.schedules.times import StageTimes
-from heterodyne.predictor.constants import constants
-from heterodyne.predictor.overlap import exposed_s, last_bucket_s, returned_s
+from heterodyne.predictor.overlap import last_bucket_s, returned_s, shown_s
 from heterodyne.predictor.software import Software
 from heterodyne.search.fleet.arrays import Floats
 from heterodyne.search.fleet.gradient_sync import Exchange, Exchanges
@@ -32,7 +31,7 @@ def exposed_at_end_s(exchange: Exchange, zero: int, software: Software) -> float
 
     A stage that finishes before others of its pipeline could hide more; the replicas of a layer wait for the one that hides least.
     """
-    return float((_at_end_s if software.overlap_gradients else _in_the_open_s)(exchange, zero).max())
+    return float(_at_end_s(exchange, zero, software).max())
 
 
 def of_places(exchange: Exchange, places: int) -> Exchange:
@@ -89,18 +88,12 @@ def usd(exchanges: Exchanges, zero: int, micro_batches: int) -> float:
     return scattered + 2 * micro_batches * exchanges.parameters_usd
 
 
-def _at_end_s(own: Exchange, zero: int) -> Floats:
-    """Of each."""
-    stated = constants().stated
+def _at_end_s(own: Exchange, zero: int, software: Software) -> Floats:
+    """Of each. Where nothing hides, gradients are exchanged in every backward at level 2, and beside it at level 3."""
     if zero == 0:
-        return exposed_s(own.reduced_s, own.backward_s, stated)
+        return shown_s(own.reduced_s, 0.0, own.backward_s, software)
     if zero == 1:
-        return exposed_s(own.scattered_s, own.backward_s, stated) + returned_s(own.updated_s, stated)
-    return last_bucket_s(own.scattered_s, stated) + (returned_s(own.updated_s, stated) if zero == 2 else 0.0)
-
-
-def _in_the_open_s(own: Exchange, zero: int) -> Floats:
-    """Of each, where nothing hides: at level 2 gradients are exchanged in every backward, at level 3 beside it."""
-    if zero == 0:
-        return own.reduced_s
-    return own.scattered_s + own.updated_s if zero == 1 else own.updated_s if zero == 2 else _at_end_s(own, zero)
+        return shown_s(own.scattered_s, own.updated_s, own.backward_s, software)
+    if zero == 2 and not software.overlap_gradients:
+        return own.updated_s
+    return last_bucket_s(own.scattered_s) + (returned_s(own.updated_s) if zero == 2 else 0.0)

@@ -16,6 +16,7 @@ from heterodyne.plan.schedules.bounds import place_lines
 from heterodyne.search.fleet.kinds import Kind, kinds_of
 from heterodyne.search.fleet.plan import INTERLEAVED, SPLIT, Template, mix_of, suits
 from heterodyne.search.fleet.search import Search
+from pure.search.fleet.small import stage_of
 
 __all__ = ["Exhaustive"]
 
@@ -77,7 +78,7 @@ class Exhaustive:
                 ways.append(needed[key])
             for flags in product(*ways):
                 stages = tuple(
-                    kind.stage(a, b, recompute=flag)
+                    stage_of(kind, a, b, recompute=flag)
                     for kind, (a, b), flag in zip([*row] * chunks, spans, [*flags] * chunks, strict=True)
                 )
                 yield Template(micro_batch=size, stages=stages, chunks=chunks)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cost.layers import LayerCost, Widths
 from heterodyne.predictor.software import Software
+from heterodyne.search.fleet.kinds import Kind
+from heterodyne.search.fleet.plan import TemplateStage
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
@@ -111,6 +113,10 @@ def drawn(chance: random.Random, *, devices: int = 6, blocks: int = 8, ways: int
         experts=chance.choice([0.0, 0.7]) if ways > 1 else 0.0,
     )
     return Fleet(name="small", pools=tuple(pools)), costs, chance.choice([4, 8, 24, 64])
+
+
+def stage_of(kind: Kind, start: int, stop: int, *, recompute: bool) -> TemplateStage:
+    return TemplateStage(pool=kind.name, widths=kind.widths, start=start, stop=stop, recompute=recompute)
 
 
 def search_of(

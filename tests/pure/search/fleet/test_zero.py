@@ -21,7 +21,7 @@ from heterodyne.search.fleet.ring_network import RingNetwork
 from heterodyne.search.fleet.search import Search
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.tables import EXCHANGED, Table
-from pure.search.fleet.small import GIB, drawn, search_of
+from pure.search.fleet.small import GIB, drawn, search_of, stage_of
 
 PARAMETERS, GRADIENTS, STATES, KEPT, WORKSPACE = 100, 200, 600, 50, 7
 
@@ -102,7 +102,7 @@ def _mixes(search: Search, chance: random.Random) -> Iterator[Mix]:
             kinds = kinds_of(fleet, search.tables, size, search.space)
             cuts = [0, *sorted(chance.sample(range(1, layers), chance.choice([0, 1, 2]))), layers]
             for start, stop in pairwise(cuts):
-                stages.append(chance.choice(kinds).stage(start, stop, recompute=chance.random() < 0.3))
+                stages.append(stage_of(chance.choice(kinds), start, stop, recompute=chance.random() < 0.3))
             template = Template(micro_batch=size, stages=tuple(stages))
             mix[template] = mix.get(template, 0) + chance.choice([1, 2, 3])
         yield tuple(mix.items())
