@@ -56,7 +56,7 @@ class GlobalBatchNorm(Interception):
         super().__init__(batch_norms(self._batch_norm))
         self._process_group = process_group
         self._weight, self._takes_part = weight, takes_part
-        self._waiting = waiting or nullcontext()
+        self.waiting = waiting or nullcontext()
         self._forwards = self._calls = 0
 
     def begin_forward(self) -> None:
@@ -71,7 +71,7 @@ class GlobalBatchNorm(Interception):
         return weighted.div_(weight) if weight else weighted
 
     def _sum(self, tensor: Tensor) -> None:
-        with self._waiting:
+        with self.waiting:
             self._process_group.all_reduce(tensor).wait()
 
     def _batch_norm(
