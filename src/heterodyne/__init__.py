@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         simulate_plan,
     )
     from heterodyne.cluster import Cluster, Profile
+    from heterodyne.drop_in import DistributedDataParallel, DistributedSampler, prepare_loader
     from heterodyne.errors import HeterodyneError
     from heterodyne.graph import ModelGraph
     from heterodyne.job import Job, OptimizerSection
@@ -50,6 +51,8 @@ _HOMES = {
     "Callback": "heterodyne.api",
     "Cluster": "heterodyne.cluster",
     "Distributed": "heterodyne.api",
+    "DistributedDataParallel": "heterodyne.drop_in",
+    "DistributedSampler": "heterodyne.drop_in",
     "HeterodyneError": "heterodyne.errors",
     "Job": "heterodyne.job",
     "LossOptions": "heterodyne.api",
@@ -67,6 +70,7 @@ _HOMES = {
     "find_plan": "heterodyne.api",
     "measure_model": "heterodyne.api",
     "open_session": "heterodyne.api",
+    "prepare_loader": "heterodyne.drop_in",
     "replicate": "heterodyne.annotate",
     "set_default_strategy": "heterodyne.annotate",
     "simulate_plan": "heterodyne.api",
@@ -78,6 +82,8 @@ __all__ = [
     "Callback",
     "Cluster",
     "Distributed",
+    "DistributedDataParallel",
+    "DistributedSampler",
     "HeterodyneError",
     "Job",
     "LossOptions",
@@ -96,6 +102,7 @@ __all__ = [
     "find_plan",
     "measure_model",
     "open_session",
+    "prepare_loader",
     "replicate",
     "set_default_strategy",
     "simulate_plan",

@@ -44,6 +44,11 @@ def test_the_reference_of_the_api_is_that_of_the_code() -> None:
     )
 
 
+def one_rank() -> dict[str, Any]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return {}
+
+
 def lightning() -> dict[str, Any]:
     return {"L": pytest.importorskip("lightning")}
 
@@ -54,6 +59,7 @@ def lightning() -> dict[str, Any]:
         ("README.md", what_the_readme_takes_for_granted),
         ("docs/own-loop.md", dict),
         ("docs/data.md", dict),
+        ("docs/ddp.md", one_rank),
         ("docs/split.md", dict),
         ("docs/lightning.md", lightning),
     ],
@@ -63,6 +69,10 @@ def test_its_code_runs(page: str, known: Any, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     values: dict[str, Any] = {"torch": torch, "hd": hd, **known()}
-    exec(compile(code_of(page), page, "exec"), values)
+    try:
+        exec(compile(code_of(page), page, "exec"), values)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     if "result" in values:
         assert values["result"].loss == values["result"].loss

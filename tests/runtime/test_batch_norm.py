@@ -43,3 +43,14 @@ def test_each_way_to_call_it_is_served(name: str) -> None:
     of_both = [torch.zeros(3), torch.ones(3)]
     torch.testing.assert_close(found, F.batch_norm(both, *of_both, w, b, training=True)[:5])
     torch.testing.assert_close([mean, var], of_both)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """It would be that of this rank alone."""
+    process_group: Any = Twin()
+    x = torch.randn(5, 3, requires_grad=True)
+    with GlobalBatchNorm(process_group):
+        found = F.batch_norm(x, None, None, training=True)
+    (slope,) = torch.autograd.grad(found.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        slope.square().sum().backward()

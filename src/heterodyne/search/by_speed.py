@@ -9,22 +9,15 @@ from typing import Final
 from heterodyne.cluster.spec import Cluster
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.graph.sharding.causal import causal_sizes
+from heterodyne.graph.sharding.dealing import dealt_by_speed
 from heterodyne.plan.plan import Pipeline, Stage
 from heterodyne.search.predict import with_stages
 
-__all__ = ["causal_shares", "lighter_pipelines", "lighter_shares", "shares_by", "shares_of"]
+__all__ = ["causal_shares", "lighter_pipelines", "lighter_shares", "shares_by"]
 
 _ROOM: Final = 0.97  # of its memory, what a device is given that had too little
 _FINE: Final = 60
 """Shares are written in about so many parts: finer than that no measurement is."""
-
-
-def shares_of(rates: Sequence[float], units: int) -> tuple[int, ...]:
-    """Integers of at least 1 that sum to ``units``, such that the slowest device is done soonest."""
-    shares = [1] * len(rates)
-    for _ in range(units - len(rates)):
-        shares[min(range(len(rates)), key=lambda i: ((shares[i] + 1) / rates[i] if rates[i] > 0 else inf, i))] += 1
-    return tuple(shares)
 
 
 def shares_by(rates: Sequence[float]) -> tuple[int, ...]:
@@ -35,7 +28,7 @@ def shares_by(rates: Sequence[float]) -> tuple[int, ...]:
     """
     if not any(rate > 0 for rate in rates):
         return (1,) * len(rates)
-    shares = shares_of(rates, max(_FINE, len(rates)))
+    shares = dealt_by_speed(rates, max(_FINE, len(rates)))
     common = gcd(*shares)
     return tuple(share // common for share in shares)
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from heterodyne.cluster import Link
 from heterodyne.cost.memory import MemoryAssumptions
 from heterodyne.graph.sharding.causal import causal_sizes
-from heterodyne.search.by_speed import causal_shares, lighter_shares, shares_by, shares_of
+from heterodyne.graph.sharding.dealing import dealt_by_speed
+from heterodyne.search.by_speed import causal_shares, lighter_shares, shares_by
 from heterodyne.search.planner import plan
 from pure.build import cluster, linear, profile
 from pure.cost.transformer import transformer
@@ -24,7 +25,7 @@ RATES = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=6)
 
 @given(RATES, st.integers(6, 40))
 def test_no_other_shares_are_done_sooner(rates: list[float], units: int) -> None:
-    shares = shares_of(rates, units)
+    shares = dealt_by_speed(rates, units)
     assert sum(shares) == units
     slowest = max(share / rate for share, rate in zip(shares, rates, strict=True))
     for place, (share, rate) in enumerate(zip(shares, rates, strict=True)):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Final
 
-__all__ = ["dealt", "dealt_to_all", "halved"]
+__all__ = ["dealt", "dealt_by_speed", "dealt_to_all", "halved"]
 
 _EIGHT: Final = 8
 
@@ -40,6 +41,22 @@ def dealt_to_all(units: int, shares: Sequence[int]) -> tuple[int, ...]:
                 several = [taker for taker in takers if counts[taker] > 1]
                 counts[max(several, key=lambda p: counts[p] * sum(shares) - units * shares[p])] -= 1
                 counts[place] = 1
+    return tuple(counts)
+
+
+def dealt_by_speed(rates: Sequence[float], units: int) -> tuple[int, ...]:
+    """Counts that sum to ``units``, such that the slowest is done soonest; at least 1 for each, or for the fastest, where units are few.
+
+    What each does in the time in which all together do the units is given at once; the rest goes, one by one, to whoever has it done first.
+    """
+    places, total = range(len(rates)), sum(rates)
+    if units < len(rates):
+        fastest = sorted(places, key=lambda place: (-rates[place], place))[:units]
+        return tuple(int(place in fastest) for place in places)
+    counts = [max(1, int(units * rate / total)) if total else 1 for rate in rates]
+    counts = counts if sum(counts) <= units else [1] * len(rates)
+    for _ in range(units - sum(counts)):
+        counts[min(places, key=lambda i: ((counts[i] + 1) / rates[i] if rates[i] > 0 else inf, i))] += 1
     return tuple(counts)
 
 

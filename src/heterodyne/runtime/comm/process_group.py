@@ -54,7 +54,7 @@ class ProcessGroup:
         self._group = group
         self._device = device
         self._via_host = via_host
-        self._neighbours = neighbours
+        self.neighbours = neighbours and group is not None
         self._objects = Objects(group, key)
         self._shared: list[SharedBuffers] = []
         self._rooms: SharedRanges | None = None
@@ -86,7 +86,7 @@ class ProcessGroup:
 
         Collective, with the same sizes on every rank. They live as long as the process group.
         """
-        if self._neighbours and self._group is not None:
+        if self.neighbours:
             shared = SharedBuffers.allocate(sizes, self.place, self._objects.gather)
             if shared is not None:
                 self._shared.append(shared)
@@ -95,7 +95,7 @@ class ProcessGroup:
 
     def share_ranges(self, largest: int) -> None:
         """Let CPU workers of one machine exchange ranges of transient tensors of about ``largest`` bytes in shared memory. Collective."""
-        if self._neighbours and self._group is not None and self._rooms is None:
+        if self.neighbours and self._rooms is None:
             self._rooms = SharedRanges.allocate(largest, len(self.ranks), self.place, self._objects.gather)
 
     @property
@@ -120,6 +120,36 @@ class ProcessGroup:
             pending.note_end(event_after(work, tensor.device))
         return pending
 
+    def all_reduce_future(self, tensor: Tensor, then: Callable[[], object]) -> torch.futures.Future[Tensor]:
+        """Start the sum of ``tensor`` over the ranks, in place; the future, as communication hooks of DDP return it, gives the tensor.
+
+        ``then`` is called, by whichever thread knows, when the sum is there.
+        """
+
+        def summed(_: object) -> Tensor:
+            then()
+            return tensor
+
+        if self._group is not None and not self._shared and (tensor.device.type == "cpu" or not self._via_host):
+            work: dist.Work = dist.all_reduce(tensor, group=self._group, async_op=True)
+            return work.get_future().then(summed)
+        devices: list[int | str | torch.device] = [] if tensor.device.type == "cpu" else [tensor.device]
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        if self._group is None:
+            future.set_result(summed(None))
+            return future
+        pending = self.all_reduce(tensor)
+
+        def finish() -> None:
+            try:
+                pending.wait()
+                future.set_result(summed(None))
+            except Exception as error:  # noqa: BLE001  # whoever waits for the future raises it
+                future.set_exception(error)  # type: ignore[arg-type]  # its stub says a result
+
+        self._in_order().submit(finish)
+        return future
+
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Give every rank the tensor of rank ``source`` (a global rank), in place; blocks. Raises WorkerError."""
         if self._group is None:
@@ -140,7 +170,7 @@ class ProcessGroup:
         if self._group is None:
             return lambda: list(parts)
         device = parts[0].device
-        if self._neighbours and not self._exchange_tried:
+        if self.neighbours and not self._exchange_tried:
             self._exchange_tried = True
             self._exchange = SharedExchange.allocate(len(self.ranks), self.place, self._objects.gather)
         if self._exchange is not None:

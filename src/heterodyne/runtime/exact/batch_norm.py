@@ -8,16 +8,19 @@ as they are. With x of channel c over all N values of all ranks:
     dx = weight / sqrt(var + eps) * (dy - sum dy / N - xhat * sum (dy xhat) / N)
 
 (Ioffe & Szegedy, "Batch Normalization", 2015, section 3.) Each rank sends its count, mean and centred sum of squares in
-float64, so that nothing cancels.
+float64, so that nothing cancels. Where the loss of rank r counts w_r in the loss of all, and dy is the gradient of its own loss, the sums
+are those of w_r dy, divided by the w of the rank that reads them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
 
 from heterodyne.errors import CaptureError
@@ -36,21 +39,46 @@ class GlobalBatchNorm(Interception):
 
     Every rank of the channel must make the same calls in the same order, forward and backward. Each call sends its place, so that a rank
     which has left one out is found out: raises CaptureError then, on all of them.
+
+    Args:
+        weight: what this rank's loss counts in the loss of all, asked for in the backward.
+        takes_part: whether what this rank computes belongs to the batch, asked for in the forward.
+        waiting: entered around each exchange.
     """
 
-    def __init__(self, process_group: ProcessGroup) -> None:
+    def __init__(
+        self,
+        process_group: ProcessGroup,
+        weight: Callable[[], float] = lambda: 1.0,
+        takes_part: Callable[[], bool] = lambda: True,
+        waiting: AbstractContextManager[object] | None = None,
+    ) -> None:
         super().__init__(batch_norms(self._batch_norm))
         self._process_group = process_group
+        self._weight, self._takes_part = weight, takes_part
+        self.waiting = waiting or nullcontext()
         self._forwards = self._calls = 0
 
     def begin_forward(self) -> None:
         """To be called before the forward of each micro-batch."""
         self._forwards, self._calls = self._forwards + 1, 0
 
+    def over_all(self, sums: Tensor) -> Tensor:
+        """What this rank's loss would find for ``sums`` if it were the loss of all. Collective."""
+        weight = self._weight()
+        weighted = sums.mul_(weight) if weight else torch.zeros_like(sums)  # a loss that counts nothing may be NaN
+        self._sum(weighted)
+        return weighted.div_(weight) if weight else weighted
+
+    def _sum(self, tensor: Tensor) -> None:
+        with self.waiting:
+            self._process_group.all_reduce(tensor).wait()
+
     def _batch_norm(self, call: BatchNormCall) -> Tensor:
         self._calls += 1
         place = (self._forwards * _MOST_CALLS + self._calls) % _PLACES
-        count, mean, var = _global_statistics(call.input.detach(), self._process_group, place)
+        seen = call.input.detach()
+        count, mean, var = self._global_statistics(seen if self._takes_part() else seen[:0], place)
         if count < 2:
             raise ValueError(
                 f"batch norm needs more than one value per channel in training, over all workers; got {tuple(call.input.shape)}"
@@ -60,10 +88,36 @@ class GlobalBatchNorm(Interception):
             with torch.no_grad():
                 running_mean.lerp_(mean.to(running_mean.dtype), call.momentum)
                 running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), call.momentum)
-        normalised: Tensor = _Normalise.apply(
-            call.input, call.weight, call.bias, mean, var, call.eps, count, self._process_group
-        )  # type: ignore[no-untyped-call]
+        normalised: Tensor = _Normalise.apply(call.input, call.weight, call.bias, mean, var, call.eps, count, self)  # type: ignore[no-untyped-call]
         return normalised
+
+    def _global_statistics(self, input: Tensor, place: int) -> tuple[float, Tensor, Tensor]:
+        """Count of values a channel, mean [C] and biased variance [C] (float64) over all ranks, which are all at that ``place``.
+
+        The places p of R ranks are equal if R sum p^2 = (sum p)^2. With own count n_r, mean m_r, variance v_r:
+        sum n_r v_r + n_r m_r^2 - N m^2 = N var, in float64.
+        A device of a stage in parts may have none of the samples: it adds nothing.
+        """
+        channels = input.shape[1]
+        count = input.numel() // channels
+        dims = [0, *range(2, input.dim())]
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))
+        if count:
+            var, mean = torch.var_mean(wide, dim=dims, correction=0)
+        else:
+            var = mean = wide.new_zeros(channels)  # of no values both would be NaN
+        var, mean = var.double(), mean.double()
+        sent = torch.cat([mean * count, (var + mean * mean) * count, mean.new_tensor([count, place, place**2])])
+        self._sum(sent)
+        total, places, squares = sent[-3:].tolist()
+        if len(self._process_group.ranks) * squares != places**2:
+            raise CaptureError(
+                "a rank has reached BatchNorm in a micro-batch in which another has not, so their statistics cannot be those of one "
+                "device: move it out of the branch that depends on the data, or put it in eval mode"
+            )
+        mean = sent[:channels] / total
+        var = (sent[channels:-3] / total - mean * mean).clamp_(min=0.0)
+        return total, mean, var
 
 
 class _Normalise(torch.autograd.Function):
@@ -77,17 +131,18 @@ class _Normalise(torch.autograd.Function):
         var: Tensor,
         eps: float,
         count: float,
-        process_group: ProcessGroup,
+        norm: GlobalBatchNorm,
     ) -> Tensor:
         dtype = torch.promote_types(input.dtype, torch.float32)
         mean, var = mean.to(dtype), var.to(dtype)
         # The kernel of inference: it normalises with statistics that are given.
         output = F.batch_norm(input, mean, var, weight, bias, False, 0.0, eps)
         ctx.save_for_backward(input, weight, mean, torch.rsqrt(var + eps))  # type: ignore[arg-type]  # None is allowed
-        ctx.count, ctx.process_group, ctx.bias = count, process_group, bias is not None  # type: ignore[attr-defined]
+        ctx.count, ctx.norm, ctx.bias = count, norm, bias is not None  # type: ignore[attr-defined]
         return output
 
     @staticmethod
+    @once_differentiable  # a second derivative would leave out the other ranks
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, inverse = ctx.saved_tensors
         dims = [0, *range(2, input.dim())]
@@ -97,8 +152,7 @@ class _Normalise(torch.autograd.Function):
         of_bias = upstream_wide.sum(dims)
         of_weight = (upstream_wide * normalised).sum(dims)
         sums = torch.stack([of_bias, of_weight]).double()
-        ctx.process_group.all_reduce(sums).wait()
-        per_value = (sums / ctx.count).to(mean.dtype)
+        per_value = ctx.norm.over_all(sums).div_(ctx.count).to(mean.dtype)
         scale = inverse if weight is None else inverse * weight.to(mean.dtype)
         of_input = upstream_wide - per_value[0].view(shape)
         of_input = of_input.addcmul_(normalised, per_value[1].view(shape), value=-1).mul_(scale.view(shape))
@@ -109,32 +163,3 @@ class _Normalise(torch.autograd.Function):
             of_bias.to(mean.dtype if weight is None else weight.dtype) if ctx.bias else None,
             *([None] * 5),
         )
-
-
-def _global_statistics(input: Tensor, process_group: ProcessGroup, place: int) -> tuple[float, Tensor, Tensor]:
-    """Count of values a channel, mean [C] and biased variance [C] (float64) over all ranks, which are all at that ``place``.
-
-    The places p of R ranks are equal if R sum p^2 = (sum p)^2. With own count n_r, mean m_r, variance v_r:
-    sum n_r v_r + n_r m_r^2 - N m^2 = N var, in float64.
-    A device of a stage in parts may have none of the samples: it adds nothing.
-    """
-    channels = input.shape[1]
-    count = input.numel() // channels
-    dims = [0, *range(2, input.dim())]
-    wide = input.to(torch.promote_types(input.dtype, torch.float32))
-    if count:
-        var, mean = torch.var_mean(wide, dim=dims, correction=0)
-    else:
-        var = mean = wide.new_zeros(channels)  # of no values both would be NaN
-    var, mean = var.double(), mean.double()
-    sent = torch.cat([mean * count, (var + mean * mean) * count, mean.new_tensor([count, place, place**2])])
-    process_group.all_reduce(sent).wait()
-    total, places, squares = sent[-3:].tolist()
-    if len(process_group.ranks) * squares != places**2:
-        raise CaptureError(
-            "a rank has reached BatchNorm in a micro-batch in which another has not, so their statistics cannot be those of one device: "
-            "move it out of the branch that depends on the data, or put it in eval mode"
-        )
-    mean = sent[:channels] / total
-    var = (sent[channels:-3] / total - mean * mean).clamp_(min=0.0)
-    return total, mean, var

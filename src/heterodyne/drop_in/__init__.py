@@ -1,0 +1,14 @@
+"""In place of PyTorch's DDP: the script's own model, loss and loop, eagerly, on unequal shares of the global batch.
+
+data_parallel   the class; PyTorch's own, with another average
+reduction       its communication hook: gradients by weights, in buckets behind the backward
+loss_weight     how much of the global batch this rank's loss stands for
+sampler, loader how global batches are dealt by shares, and that the model knows what was dealt
+pace            own time of a sample, and new shares from it
+"""
+
+from heterodyne.drop_in.data_parallel import DistributedDataParallel
+from heterodyne.drop_in.loader import prepare_loader
+from heterodyne.drop_in.sampler import DistributedSampler
+
+__all__ = ["DistributedDataParallel", "DistributedSampler", "prepare_loader"]

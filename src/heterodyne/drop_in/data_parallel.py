@@ -1,0 +1,309 @@
+"""PyTorch's DistributedDataParallel, with gradients of the mean over the global batch, whatever each rank's share of it is.
+
+Everything else is PyTorch's own: buckets, hooks, ``no_sync``, unused parameters, static graphs, names in ``state_dict``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from heterodyne.drop_in.batch_norm import batch_norms_of, join_batch_norms, without_sync
+from heterodyne.drop_in.loss_check import loss_in, require_count
+from heterodyne.drop_in.loss_weight import LossCount, LossWeight, count_of, samples_in
+from heterodyne.drop_in.pace import Pace, better_counts
+from heterodyne.drop_in.reduction import GradientReduction
+from heterodyne.drop_in.same_model import compared, require_same_model
+from heterodyne.drop_in.sampler import Dealt, DistributedSampler
+from heterodyne.errors import HeterodyneError, WorkerError
+from heterodyne.runtime.comm.communicator import Communicator
+from heterodyne.runtime.comm.process_group import ProcessGroup
+from heterodyne.runtime.exact.batch_norm import GlobalBatchNorm
+
+__all__ = ["DistributedDataParallel"]
+
+_REFUSED = {  # arguments of PyTorch's, and why
+    "mixed_precision": "it reduces gradients by a communication hook of its own: use torch.autocast, or a model in 16 bits",
+    "delay_all_reduce_named_params": "these parameters are averaged as if all ranks had as many samples",
+    "param_to_hook_all_reduce": "these parameters are averaged as if all ranks had as many samples",
+    "device_mesh": "it may have other dimensions than the batch: leave it out, the default process group is used",
+}
+
+
+_OF_CONNECTION = ("_reduction", "_communicator", "_norm", "_pace", "_count")
+
+
+class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """A `torch.nn.parallel.DistributedDataParallel` for devices of unlike speed.
+
+    Each rank's gradient is weighted by what its loss divides by, so that the sum is the gradient of the mean over the global batch.
+    BatchNorm takes its statistics over all samples of it. ``hd.prepare_loader(loader, model)`` deals each rank what it can do in the same
+    time.
+
+    Args:
+        module: as PyTorch takes it.
+        arguments, options: PyTorch's, by place or by name. ``mixed_precision``, delayed parameters, ``device_mesh`` and process groups of
+            some ranks only are refused by name, as are ``join`` and communication hooks.
+        loss_count: what the loss of a rank divides by: its ``"samples"``, ``"tokens"`` (entries of the argument ``labels`` that are not
+            -100), ``"shifted tokens"`` (all labels but the first of each row), nothing (``"sum"``), or a function of the arguments of
+            forward. None: samples, which is compared with the loss of two parts of the first batch where forward returns the loss.
+
+    Raises:
+        HeterodyneError: there is no process group, or an argument that cannot be honoured.
+        WorkerError: the ranks have different models; which parameter is named.
+        VerifyError: in the first forward: the loss divides by something else.
+    """
+
+    def __init__(self, module: nn.Module, *arguments: Any, loss_count: LossCount | None = None, **options: Any) -> None:
+        given = _honoured(module, arguments, options)
+        count_of(loss_count or "samples", module.forward)  # a word that is not known is told before anything is made
+        communicator = _communicator_for(module)
+        _require_one_backend(communicator, given.arguments.get("process_group"))
+        require_same_model(communicator, module)
+        without_sync(module)
+        alike = given.arguments.get("init_sync", True)
+        given.arguments["init_sync"] = False  # between devices of several kinds it goes through the host, as below
+        super().__init__(*given.args, **given.kwargs)
+        self._loss_count: LossCount | None = loss_count
+        self._dealt: Dealt | None = None
+        self._checked = False
+        self._samplers: list[DistributedSampler] = []
+        process_group = self._connect(communicator)
+        kind = nn.Parameter if given.arguments.get("broadcast_buffers") is False else Tensor
+        for tensor in compared(module).values() if alike else ():
+            if isinstance(tensor, kind):
+                process_group.broadcast(tensor.detach(), 0)
+
+    def _connect(self, communicator: Communicator) -> ProcessGroup:
+        """Give the model its process groups and hooks; the one for gradients. Collective."""
+        everyone = range(communicator.world_size)
+        gradients = communicator.process_group(everyone)
+        assert gradients is not None
+        trained = [
+            tensor
+            for tensor in compared(self.module).values()
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        ]
+        self._communicator = communicator
+        self._count = count_of(self._loss_count or "samples", self.module.forward)
+        reduction = self._reduction = GradientReduction(gradients, trained, sums=self._loss_count == "sum")
+        self._pace = reduction.pace
+        self._norm: GlobalBatchNorm | None = None
+        if communicator.world_size > 1 and batch_norms_of(self.module):
+            statistics = communicator.process_group(everyone)
+            assert statistics is not None
+            self._norm = GlobalBatchNorm(
+                statistics, reduction.factor, lambda: self._dealt is None or self._dealt.own > 0, reduction.pace
+            )
+            join_batch_norms(self.module, self._norm)
+        super().register_comm_hook(reduction, lambda state, bucket: state.reduce(bucket))
+        return gradients
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module on this rank's samples, as PyTorch's DDP does."""
+        if not torch.is_grad_enabled():
+            return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if not hasattr(self, "_reduction"):  # a copy
+            self._connect(_communicator_for(self.module))
+        if self.require_backward_grad_sync:
+            self._reduction.prepare()
+            if self._samplers and self._pace.is_due:
+                self._renew_shares()
+        self._weigh(inputs, kwargs)
+        if self._norm is not None:
+            self._norm.begin_forward()
+        output = super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        if not self._checked:
+            self._checked = True
+            self._check(inputs, kwargs, output)
+        return output
+
+    def _weigh(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Say what the loss of this forward counts, unless the script has."""
+        reduction, dealt = self._reduction, self._dealt
+        samples = dealt.own if dealt is not None else samples_in((*inputs, *kwargs.values())) or 0
+        self._pace.note_forward(samples)
+        if reduction.told and reduction.weight is not None:
+            weight = reduction.weight
+        elif dealt is not None and (not dealt.own or self._loss_count in (None, "samples", "sum")):
+            known: float | None = dealt.total if self._loss_count in (None, "samples", "sum") else None
+            weight = LossWeight(dealt.own, known, self._communicator.control)
+        else:
+            known = 1.0 if self._loss_count == "sum" else None
+            weight = LossWeight(self._count(inputs, kwargs), known, self._communicator.control)
+        reduction.follow(weight, accumulates=not self.require_backward_grad_sync)
+
+    def count(self, own: float | Tensor) -> _Counted:
+        """Say by what this rank's loss divides, instead of ``loss_count``: until the gradients are reduced, or inside of ``with``.
+
+        Every rank says it, before the backward; under ``no_sync`` for each micro-batch. Collective.
+        """
+        number = float(own)
+        if not 0 <= number < float("inf"):
+            raise HeterodyneError(f"count({number:g}): what a loss divides by is finite and not negative")
+        if self._dealt is not None and not self._dealt.own:
+            number = 0.0  # a sample that only keeps this rank in step
+        weight = LossWeight(number, None, self._communicator.control)
+        self._reduction.follow(weight, accumulates=not self.require_backward_grad_sync)
+        self._reduction.told = True
+        return _Counted(self._reduction)
+
+    @torch.no_grad()
+    def mean(self, loss: Tensor | float) -> float:
+        """Return the loss of the global batch, from each rank's loss of the last forward. Collective."""
+        factor = self._reduction.factor()
+        total = torch.tensor([factor * float(loss) if factor else 0.0], dtype=torch.float64)
+        self._communicator.control.all_reduce(total).wait()
+        return total.item()
+
+    def deal(self, dealt: Dealt | None) -> None:
+        """Called by the loader: whose samples the next forward gets; None: its samples are not known."""
+        self._dealt = dealt
+
+    def follow_samplers(self, sampler: DistributedSampler, first: DistributedDataParallel) -> None:
+        """Let the pace of this model, and of others that train in turns with ``first``, set the shares of a sampler."""
+        self._pace = self._reduction.pace = first._pace
+        if self._norm is not None:
+            self._norm.waiting = self._pace
+        if first is self:
+            self._samplers.append(sampler)
+
+    @property
+    def communicator(self) -> Communicator:
+        """Joins the ranks of this model."""
+        return self._communicator
+
+    def _renew_shares(self) -> None:
+        """Tell the other ranks this one's pace, and set new shares on all of them where a step gains by it. Collective."""
+        own = (self._pace.take(), [(each.drawn, each.handed_out) for each in self._samplers])
+        found = self._communicator.all_gather_object(own)
+        sample_s = [pace[0] for pace, _ in found]
+        self._require_same_steps([[batches for _, batches in of] for _, of in found])
+        if max(pace[1] for pace, _ in found) < Pace.LEAST_S:
+            return
+        for number, sampler in enumerate(self._samplers):
+            better = None if sampler.fixed else better_counts(sampler.deal(sampler.global_batch_size), sample_s)
+            if better is not None:
+                self._pace.look_again_soon()
+                sampler.renew([1 / each for each in sample_s], max(of[number][0] for _, of in found))
+                self._say(f"{sampler.global_batch_size} samples a step are dealt as {', '.join(map(str, better))}")
+
+    @staticmethod
+    def _require_same_steps(batches: list[list[int]]) -> None:
+        """Raise WorkerError, on every rank, if some have reduced as many gradients as others from more batches."""
+        ahead = [str(rank) for rank, of in enumerate(batches) if of != min(batches)]
+        if ahead:
+            raise WorkerError(
+                f"rank {', '.join(ahead)} had a batch without a backward where others had one, so gradients of unlike steps were added up: "
+                "leave a batch out on all ranks or on none (torch.distributed.all_reduce tells the others), or give it a loss of 0"
+            )
+
+    def _check(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        words = (
+            self._loss_count if isinstance(self._loss_count, str) else "the function" if self._loss_count else "samples"
+        )
+        sums = self._loss_count == "sum"
+        if loss_in(output) is not None and self._loss_count != "samples":
+            before = torch.get_rng_state()
+            checked = require_count(self.module, inputs, kwargs, self._count, words=words, sums=sums)
+            torch.set_rng_state(before)
+            if checked:
+                return
+        if self._loss_count is None:
+            self._say(
+                "gradients are averaged by samples, for a loss that is a mean over them; say loss_count= of any other"
+            )
+
+    def _say(self, text: str) -> None:
+        if self._communicator.rank == 0:
+            sys.stderr.write(f"heterodyne: {text}\n")
+
+    def register_comm_hook(self, state: object, hook: object) -> NoReturn:
+        """Refuse: gradients are weighted where such a hook would average them."""
+        del state, hook
+        raise HeterodyneError(
+            "a communication hook averages gradients as if all ranks had as many samples, so none can be registered here: leave it out"
+        )
+
+    def join(self, *arguments: Any, **options: Any) -> NoReturn:
+        """Refuse: it is not needed, since the loader gives every rank as many batches."""
+        del arguments, options
+        raise HeterodyneError(
+            "join() is for ranks with unlike numbers of batches: pass the loader through hd.prepare_loader(loader, model), which gives "
+            "each rank as many, and leave join() out"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle has: it joins the ranks by itself when it is trained."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        kept = {name: value for name, value in state.items() if name not in _OF_CONNECTION}
+        return kept | {"_samplers": [], "_dealt": None, "_comm_hooks": []}
+
+
+class _Counted:
+    """What `DistributedDataParallel.count` returns: in a ``with``, the count holds to its end."""
+
+    def __init__(self, reduction: GradientReduction) -> None:
+        self._reduction = reduction
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._reduction.told = False
+
+
+def _honoured(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> inspect.BoundArguments:
+    """The arguments by name. Raises HeterodyneError with all that PyTorch would take and this cannot."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise HeterodyneError(
+            "there is no process group: call torch.distributed.init_process_group() first, as for PyTorch's DDP, in a script that torchrun "
+            "starts"
+        )
+    bound = inspect.signature(nn.parallel.DistributedDataParallel).bind(module, *arguments, **options)
+    given = bound.arguments
+    wrong = [f"{name}: {why}" for name, why in _REFUSED.items() if given.get(name) is not None]
+    group = given.get("process_group")
+    if group is not None and dist.get_world_size(group) != dist.get_world_size():
+        wrong.append("process_group: it leaves out some ranks; pass one of all ranks, or none")
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        wrong.append("module: it is a DistributedDataParallel already; pass its .module")
+    device = next((p.device for p in module.parameters() if p.requires_grad), None)
+    if device is not None and _backend(group, device) is None:
+        wrong.append(
+            f"module: it is on {device}, for which the process group has no backend ({dist.get_backend(group)}); move it to this rank's "
+            "device first"
+        )
+    if wrong:
+        raise HeterodyneError("\n  ".join(["DistributedDataParallel cannot take these arguments:", *wrong]))
+    return bound
+
+
+def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
+    """The name of the backend that carries tensors of a device; None: there is none."""
+    try:
+        return str((group or dist.distributed_c10d._get_default_group())._get_backend(device).name())
+    except RuntimeError:
+        return None
+
+
+def _require_one_backend(communicator: Communicator, group: dist.ProcessGroup | None) -> None:
+    """Raises HeterodyneError on every rank. Collective."""
+    device = communicator.device
+    found = communicator.all_gather_object((device.type, _backend(group, device)))
+    if len({backend for _, backend in found}) > 1:
+        ranks = ", ".join(f"rank {rank} has {kind} ({backend})" for rank, (kind, backend) in enumerate(found))
+        raise HeterodyneError(
+            f"the ranks' devices have no backend in common: {ranks}. Call init_process_group('gloo'), which joins cuda and cpu; for others "
+            "use hd.distribute"
+        )
+
+
+def _communicator_for(module: nn.Module) -> Communicator:
+    device = next((p.device for p in module.parameters() if p.requires_grad), torch.device("cpu"))
+    return Communicator(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device)

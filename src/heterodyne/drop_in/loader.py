@@ -1,0 +1,155 @@
+"""A script's own DataLoader, made to deal each rank its share of every global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DistributedSampler as EqualSampler
+
+from heterodyne.drop_in.data_parallel import DistributedDataParallel
+from heterodyne.drop_in.sampler import DistributedSampler
+from heterodyne.errors import HeterodyneError
+
+__all__ = ["prepare_loader"]
+
+_KEPT = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+)
+
+
+class _Loader(DataLoader[Any]):
+    """Tells the models what was dealt of each batch as it hands it out."""
+
+    def __init__(
+        self, loader: DataLoader[Any], sampler: DistributedSampler, models: Sequence[DistributedDataParallel]
+    ) -> None:
+        options = {name: getattr(loader, name) for name in _KEPT}
+        super().__init__(loader.dataset, batch_sampler=sampler, **options)
+        object.__setattr__(
+            self, "sampler", sampler
+        )  # scripts call loader.sampler.set_epoch(epoch); DataLoader refuses a plain assignment
+        self._models, self._dealer = tuple(models), sampler
+        sampler.read_ahead()
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # an iterator, as every loader's
+        try:
+            for batch in super().__iter__():
+                dealt = self._dealer.hand_out()
+                for model in self._models:
+                    model.deal(dealt)
+                yield batch
+            self._dealer.end()
+        finally:
+            for model in self._models:
+                model.deal(None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what of the epoch was trained on, and the shares."""
+        return self._dealer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken: the next epoch begins behind what was trained on."""
+        self._dealer.load_state_dict(state)
+
+
+def prepare_loader(
+    loader: DataLoader[Any], *models: DistributedDataParallel, shares: Sequence[float] | None = None
+) -> DataLoader[Any]:
+    """Make a DataLoader that deals each rank its share of every global batch of ``loader``: batch size times ranks.
+
+    Args:
+        loader: of a map-style dataset. Its sampler is PyTorch's or our DistributedSampler, whose ``set_epoch`` goes on to decide the
+            order; or any other, of which rank 0's order is taken for all.
+        models: what is trained on its batches. The shares follow from their own pace: the first after some steps, others when it changes.
+        shares: of each rank, by hand; they stay as they are.
+
+    Raises HeterodyneError for a loader that cannot be dealt, with what to do about it.
+    """
+    if not models or not all(isinstance(model, DistributedDataParallel) for model in models):
+        raise HeterodyneError(
+            "prepare_loader(loader, model): name the models that are trained on its batches, each an hd.DistributedDataParallel; shares "
+            "follow from their pace"
+        )
+    _require_dealable(loader)
+    given: Any = loader.batch_sampler if isinstance(loader.batch_sampler, DistributedSampler) else loader.sampler
+    communicator = models[0].communicator
+    own: DistributedSampler
+    if isinstance(given, DistributedSampler):
+        own = given
+        own.batch_size = own.batch_size or loader.batch_size
+        own.drop_last = own.drop_last or bool(loader.drop_last)
+        if shares is not None:
+            own.shares, own.fixed = DistributedSampler(own.dataset, shares=shares).shares, True
+    else:
+        equal = isinstance(given, EqualSampler)
+        dataset: Any = loader.dataset if equal or isinstance(given, SequentialSampler) else given
+        own = DistributedSampler(
+            range(len(dataset)),
+            communicator.world_size,
+            communicator.rank,
+            shuffle=equal and given.shuffle,
+            seed=given.seed if equal else 0,
+            drop_last=bool(loader.drop_last),
+            batch_size=loader.batch_size,
+            shares=shares,
+        )
+        if equal:
+            own.follow_epoch_of(given)
+        elif not isinstance(given, SequentialSampler):
+            own.order = lambda: communicator.broadcast_object(list(given) if communicator.rank == 0 else [], 0)
+    sizes = communicator.all_gather_object((len(own.dataset), own.global_batch_size, own.shares))
+    if any(each != sizes[0] for each in sizes):
+        lines = [
+            f"rank {rank}: {size:,} samples, {batch} a step, shares {s}" for rank, (size, batch, s) in enumerate(sizes)
+        ]
+        raise HeterodyneError(
+            "\n  ".join(["the ranks have different loaders; make the same one on every rank:", *lines])
+        )
+    for model in models:
+        model.follow_samplers(own, models[0])
+    return _Loader(loader, own, models)
+
+
+def _require_dealable(loader: Any) -> None:
+    """Raises HeterodyneError."""
+    if not isinstance(loader, DataLoader):
+        raise _refusal(
+            f"a {type(loader).__name__} is no DataLoader: use hd.DistributedSampler(dataset, batch_size=...) in its place"
+        )
+    if isinstance(loader.dataset, IterableDataset):
+        raise _refusal(
+            "an IterableDataset has no samples that could be dealt by number: make it a map-style dataset; or leave prepare_loader out and "
+            "let each rank take batches of a size of its own: hd.DistributedDataParallel weights them by their samples"
+        )
+    sampler: Any = loader.sampler
+    if isinstance(loader.batch_sampler, DistributedSampler) or isinstance(sampler, DistributedSampler):
+        return
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        raise _refusal(
+            "its batch_sampler says how many samples a batch has: make it hd.DistributedSampler(dataset, batch_size=...)"
+        )
+    equal = isinstance(sampler, EqualSampler)
+    if equal and sampler.num_replicas != dist.get_world_size():
+        raise _refusal(f"its sampler is for {sampler.num_replicas} ranks, and there are {dist.get_world_size()}")
+    if not equal and any(hasattr(sampler, name) for name in ("num_replicas", "rank", "world_size")):
+        raise _refusal(f"its {type(sampler).__name__} gives each rank samples of its own: use hd.DistributedSampler")
+    if not hasattr(loader.dataset if isinstance(sampler, EqualSampler | SequentialSampler) else sampler, "__len__"):
+        raise _refusal(
+            "it has no length, so nobody knows which global batch is the last: give its dataset or sampler __len__"
+        )
+
+
+def _refusal(words: str) -> HeterodyneError:
+    return HeterodyneError(f"this loader cannot be dealt by shares: {words}")

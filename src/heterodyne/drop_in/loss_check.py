@@ -1,0 +1,80 @@
+"""Whether the loss counts what it is said to count, asked of the model itself, once.
+
+Where forward returns the loss, it is computed for this rank's samples, and for two parts of them, in eval mode, so that nothing is drawn.
+With the count right, the weighted losses of the parts are that of the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heterodyne.drop_in.loss_weight import Count, samples_in
+from heterodyne.errors import VerifyError
+from heterodyne.runtime.exact.verify import rounding_bar
+
+__all__ = ["loss_in", "require_count"]
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """The loss, if it is all that there is, or in the place where Transformers has it; else None."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    return found if isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point() else None
+
+
+def require_count(
+    module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any], count: Count, *, words: str, sums: bool
+) -> bool:
+    """Compare the loss of a batch with that of its parts; False if ``module`` returns none in eval mode, or has one sample.
+
+    Raises VerifyError with both losses.
+    """
+    samples = samples_in((*inputs, *keywords.values()))
+    if samples is None or samples < 2:
+        return False
+    modes = {part: part.training for part in module.modules()}
+    parts = [(0, samples), (0, 1), (1, samples)]
+    losses, counts = [], []
+    try:
+        module.eval()
+        with torch.no_grad():
+            for first, stop in parts:
+                own, named = (_part(each, samples, first, stop) for each in (inputs, dict(keywords)))
+                loss = loss_in(module(*own, **named))
+                if loss is None:
+                    return False
+                losses.append(float(loss))
+                counts.append(1.0 if sums else count(own, named))
+    finally:
+        for part, training in modes.items():
+            part.training = training
+    if not all(counts) or not all(map(math.isfinite, losses)):
+        return True
+    weighted = sum(n * loss for n, loss in zip(counts[1:], losses[1:], strict=True)) / counts[0]
+    dtype = next((p.dtype for p in module.parameters()), torch.float32)
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    low = torch.is_autocast_enabled(device.type) or dtype not in (torch.float32, torch.float64)
+    if abs(weighted - losses[0]) > rounding_bar(device, "bf16" if low else "fp32") * max(abs(losses[0]), 1e-3):
+        raise VerifyError(
+            f"the loss of this rank's {samples} samples is {losses[0]:.6g}, and {weighted:.6g} from two parts of them by {words}, so "
+            "it divides by something else. Say by what: loss_count='tokens' (entries of 'labels' that are not -100), 'shifted tokens' "
+            "(the model shifts its labels by one, as causal ones of Transformers do), 'sum', or a function of the arguments of forward. If "
+            "it compares samples with each other, its gradients are exact under hd.distribute only; loss_count='samples' averages those of "
+            "the ranks by their samples"
+        )
+    return True
+
+
+def _part(value: Any, samples: int, first: int, stop: int) -> Any:
+    """The samples [first, stop) of whatever has ``samples`` of them."""
+    if isinstance(value, Tensor):
+        return value[first:stop] if value.dim() and len(value) == samples else value
+    if isinstance(value, Mapping):
+        return {name: _part(each, samples, first, stop) for name, each in value.items()}
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(_part(each, samples, first, stop) for each in value)
+    return value

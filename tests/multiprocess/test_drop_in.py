@@ -1,0 +1,528 @@
+"""DDP's script with another class: gradients and loss on unequal parts are those of one device with the whole global batch."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import random
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import heterodyne as hd
+from heterodyne.drop_in import pace as module_of_pace
+from multiprocess.pool import World
+
+WIDTH, CLASSES, WORDS, LENGTH = 6, 5, 11, 7
+BARS = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+Batch = Mapping[str, Tensor]
+
+
+class Residual(nn.Module):
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+        if tied:
+            self.down.weight = nn.Parameter(self.up.weight.detach().t().contiguous())
+            self.again = nn.Linear(WIDTH, 2 * WIDTH)
+            self.again.weight = self.up.weight
+        self.tied = tied
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(torch.tanh(self.up(x)))
+        if self.tied:
+            x = x + self.down(torch.tanh(self.again(x)))
+        return self.head(x)
+
+
+class Language(nn.Module):
+    """It returns its loss; ``shift``: as causal models of Transformers do."""
+
+    def __init__(self, *, shift: bool = False, sparse: bool = False) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(WORDS, WIDTH, sparse=sparse), nn.Linear(WIDTH, WORDS)
+        self.shift = shift
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(torch.tanh(self.words(ids)))
+        if self.shift:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return F.cross_entropy(logits.reshape(-1, WORDS), labels.reshape(-1))
+
+
+class Choosing(nn.Module):
+    """One branch for samples with a mark, another for those without, a third for nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.marked, self.plain, self.nobody = (nn.Linear(WIDTH, CLASSES) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        marked = x[:, 0] > 0
+        h = torch.tanh(self.body(x))
+        out = h.new_zeros(len(x), CLASSES)
+        for branch, chosen in ((self.marked, marked), (self.plain, ~marked)):
+            if chosen.any():
+                out = out.index_put((chosen,), branch(h[chosen]))
+        return out
+
+
+class Normed(nn.Module):
+    def __init__(self, *, again: bool = False, sync: bool = False) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4)
+        self.second, self.last, self.head = (
+            nn.Linear(4, WIDTH),
+            nn.BatchNorm1d(WIDTH, affine=False),
+            nn.Linear(WIDTH, CLASSES),
+        )
+        self.again = again
+        if sync:
+            self.norm = nn.SyncBatchNorm.convert_sync_batchnorm(self.norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(len(x), 2, -1)
+        x = torch.tanh(self.norm(self.first(x))).mean(2)
+        body: Callable[[Tensor], Tensor] = lambda h: torch.tanh(self.last(self.second(h)))  # noqa: E731
+        return self.head(checkpoint(body, x, use_reentrant=False) if self.again else body(x))
+
+
+def samples(size: int, generator: torch.Generator, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        "x": torch.randn(size, WIDTH, generator=generator, dtype=dtype),
+        "y": torch.randint(0, CLASSES, (size,), generator=generator),
+        "w": torch.rand(size, generator=generator, dtype=dtype),
+        "ids": torch.randint(0, WORDS, (size, LENGTH), generator=generator),
+        "labels": torch.randint(0, WORDS, (size, LENGTH), generator=generator).masked_fill(
+            torch.rand(size, LENGTH, generator=generator) < torch.rand(size, 1, generator=generator), -100
+        ),
+    }
+
+
+def classified(model: Any, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def language(model: Any, batch: Batch) -> Tensor:
+    loss: Tensor = model(batch["ids"], labels=batch["labels"])
+    return loss
+
+
+def summed(model: Any, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
+
+
+def weighted(model: Any, batch: Batch) -> Tensor:
+    each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    return (each * batch["w"]).sum() / batch["w"].sum()
+
+
+def told(model: Any, batch: Batch) -> Tensor:
+    """The count is known behind the forward; on one device there is nothing to tell."""
+    each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    if isinstance(model, hd.DistributedDataParallel):
+        model.count(batch["w"].sum())
+    return (each * batch["w"]).sum() / batch["w"].sum()
+
+
+def twice(model: Any, batch: Batch) -> Tensor:
+    half = model(batch["x"] * 0.5).square().mean()
+    penalty = sum(parameter.square().sum() for parameter in model.parameters())
+    return classified(model, batch) + half + 1e-3 * penalty
+
+
+def with_penalty(model: Any, batch: Batch) -> Tensor:
+    """As critics of WGAN-GP have it: the gradient of the output by the input has norm 1."""
+    x = batch["x"].clone().requires_grad_()
+    score = model(x).square().sum(1)
+    (by_input,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+    return score.mean() + 10 * (by_input.norm(dim=1) - 1).square().mean()
+
+
+@dataclass(frozen=True)
+class Case:
+    build: Callable[[], nn.Module] = Residual
+    loss: Callable[[Any, Batch], Tensor] = classified
+    options: Mapping[str, Any] = field(default_factory=dict)
+    micro_batches: int = 1
+    synced: bool = False  # every backward, though they are accumulated
+    says: Callable[[Batch], Tensor] | None = None  # what counts, before the forward
+
+
+def frozen() -> nn.Module:
+    model = Residual()
+    model.up.requires_grad_(False)
+    return model
+
+
+CASES = {
+    "samples": Case(),
+    "views": Case(options={"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-4}),
+    "static": Case(options={"static_graph": True}),
+    "shared": Case(lambda: Residual(tied=True)),
+    "frozen": Case(frozen),
+    "tokens": Case(Language, language, {"loss_count": "tokens"}),
+    "shifted": Case(lambda: Language(shift=True), language, {"loss_count": "shifted tokens"}),
+    "sparse": Case(lambda: Language(sparse=True), language, {"loss_count": "tokens"}),
+    "sum": Case(loss=summed, options={"loss_count": "sum"}),
+    "told": Case(loss=told),
+    "unused": Case(Choosing, options={"find_unused_parameters": True}),
+    "unused, views": Case(Choosing, options={"find_unused_parameters": True, "gradient_as_bucket_view": True}),
+    "two forwards": Case(loss=twice),
+    "penalty": Case(loss=with_penalty),
+    "batch norm": Case(Normed),
+    "batch norm again": Case(lambda: Normed(again=True)),
+    "batch norm, sync": Case(lambda: Normed(sync=True)),
+    "batch norm, told": Case(Normed, told),
+    "accumulated": Case(micro_batches=3),
+    "accumulated, views": Case(micro_batches=3, options={"gradient_as_bucket_view": True}),
+    "accumulated, told": Case(loss=told, micro_batches=3),
+    "accumulated, said": Case(loss=weighted, micro_batches=3, says=lambda batch: batch["w"].sum()),
+    "accumulated, tokens": Case(Language, language, {"loss_count": "tokens"}, micro_batches=3),
+    "accumulated, synced": Case(micro_batches=2, synced=True),
+    "accumulated, batch norm": Case(Normed, micro_batches=2),
+}
+
+
+def largest_error(found: nn.Module, wanted: nn.Module) -> float:
+    """Of gradients and buffers, relative to the largest entry of each; what is 0 but for rounding is compared with the others."""
+    errors = [0.0]
+    theirs = dict(wanted.named_parameters())
+    least = 0.1 * max(float(p.grad.to_dense().abs().max()) for p in theirs.values() if p.grad is not None)
+    for name, parameter in found.named_parameters():
+        mine, other = parameter.grad, theirs[name].grad
+        assert (mine is None) == (other is None), name
+        if mine is not None and other is not None:
+            mine, other = mine.to_dense().cpu(), other.to_dense()
+            errors.append(float((mine - other).abs().max() / other.abs().max().clamp(min=least)))
+    for mine, other in zip(found.buffers(), wanted.buffers(), strict=True):
+        errors.append(float((mine.cpu() - other).abs().max()))
+    return max(errors)
+
+
+@torch.no_grad()
+def difference(found: nn.Module, wanted: nn.Module) -> float:
+    """Of weights, relative to the largest entry of each."""
+    pairs = zip(found.parameters(), wanted.parameters(), strict=True)
+    return max(float((mine - other).abs().max() / other.abs().max()) for mine, other in pairs)
+
+
+def train(world: World, name: str, seed: int, dtype: torch.dtype, devices: Sequence[str] = ()) -> tuple[float, float]:
+    """Three steps with other shares each, against the CPU alone; the largest errors of gradients and buffers, and of the loss."""
+    case = CASES[name]
+    draw, least = random.Random(seed), 2 if dtype == torch.float64 else 8  # few samples leave BatchNorm few digits
+    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed + world.rank)  # ranks begin with other weights, which the class makes those of rank 0
+    device = devices[world.rank] if devices else "cpu"
+    ddp = hd.DistributedDataParallel(case.build().to(device, dtype), **case.options)
+    alone = copy.deepcopy(ddp.module).cpu()
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.05) for module in (ddp, alone)]
+    worst_gradient = worst_loss = 0.0
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for number in range(case.micro_batches):
+            counts = [draw.randint(least, 3 * least) for _ in range(world.world_size)]
+            batch = samples(sum(counts), generator, dtype)
+            first = sum(counts[: world.rank])
+            mine = {key: value[first : first + counts[world.rank]].to(device) for key, value in batch.items()}
+            last = number == case.micro_batches - 1 or case.synced
+            if case.says is not None:
+                ddp.count(case.says(mine))
+            with nullcontext() if last else ddp.no_sync():
+                own = case.loss(ddp, mine)
+                (own / case.micro_batches).backward()
+            whole = case.loss(alone, batch)
+            (whole / case.micro_batches).backward()
+            together = ddp.mean(own)
+            worst_loss = max(worst_loss, abs(together - whole.item()) / abs(whole.item()))
+        worst_gradient = max(worst_gradient, largest_error(ddp.module, alone))
+        for optimizer in optimizers:
+            optimizer.step()
+    return worst_gradient, worst_loss
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore")
+def test_the_gradient_is_that_of_one_device(pool: Any, name: str) -> None:
+    for seed, ranks, dtype in ((0, 3, torch.float64), (1, 2, torch.float32)):
+        for gradient, loss in pool.run(ranks, train, name, seed, dtype):
+            assert gradient <= BARS[dtype]
+            assert loss <= BARS[dtype]
+
+
+class Samples(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __init__(self, size: int, dtype: torch.dtype = torch.float64) -> None:
+        self.all = samples(size, torch.Generator().manual_seed(5), dtype)
+
+    def __len__(self) -> int:
+        return len(self.all["x"])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {key: value[index] for key, value in self.all.items()} | {"index": torch.tensor(index)}
+
+
+def through_a_loader(world: World, case: str, shares: list[float] | None) -> list[float]:
+    """Three epochs whose last batch has fewer samples than there are ranks, with shares that change; the errors of each step."""
+    build, loss, options = {
+        "batch norm": (Normed, classified, {}),
+        "tokens": (lambda: Language(shift=True), language, {"loss_count": "shifted tokens"}),
+        "sum": (Residual, summed, {"loss_count": "sum"}),
+    }[case]
+    torch.manual_seed(0)
+    data = Samples(26)
+    sampler = torch.utils.data.DistributedSampler(data, seed=4)
+    # Ranks that read ahead by unlike numbers of batches are no worse.
+    ahead: dict[str, Any] = (
+        {"num_workers": 1, "multiprocessing_context": "fork"} if world.rank == 0 and case == "sum" else {}
+    )
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=4, sampler=sampler, **ahead)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # those of the pool may start none
+    ddp = hd.DistributedDataParallel(build().double(), **options)
+    loader = hd.prepare_loader(loader, ddp, shares=shares)
+    alone = copy.deepcopy(ddp.module)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.05) for module in (ddp, alone)]
+    ddp._pace.__class__ = Paced  # type: ignore[assignment]
+    Paced.rank = world.rank
+    errors, counts = [], []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        order = list(torch.utils.data.DistributedSampler(data, 1, 0, seed=4 + epoch))
+        for number, batch in enumerate(loader):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            whole = {key: value[order[12 * number : 12 * number + 12]] for key, value in data.all.items()}
+            counts.append(ddp._dealt.own)  # type: ignore[union-attr]
+            own = loss(ddp, batch)
+            own.backward()
+            wanted = loss(alone, whole)
+            wanted.backward()
+            errors += [largest_error(ddp.module, alone), abs(ddp.mean(own) - wanted.item()) / abs(wanted.item())]
+            for optimizer in optimizers:
+                optimizer.step()
+        assert number == 2
+    assert ddp._dealt is None
+    if shares is None:
+        assert counts[0] == 4
+        assert counts[-2] == (6, 4, 2)[world.rank]
+    else:
+        assert counts == [*([(7, 3, 2)[world.rank]] * 2), int(world.rank < 2)] * 3
+    return errors
+
+
+class Paced(module_of_pace.Pace):
+    """As fast as it is said to be."""
+
+    rank = 0
+
+    @property
+    def is_due(self) -> bool:
+        return len(self._steps) == 2
+
+    def take(self) -> tuple[float, float]:
+        super().take()
+        return (1.0, 1.5, 3.0)[self.rank], 1.0
+
+
+@pytest.mark.parametrize("case", ["batch norm", "tokens", "sum"])
+@pytest.mark.parametrize("shares", [None, [7.0, 3.0, 2.0]])
+@pytest.mark.filterwarnings("ignore")
+def test_batches_of_a_loader_are_exact_to_the_last(pool: Any, case: str, shares: list[float] | None) -> None:
+    for errors in pool.run(3, through_a_loader, case, shares):
+        assert max(errors) <= BARS[torch.float64]
+
+
+def accumulate_nothing(world: World, options: Mapping[str, Any]) -> float:
+    """Micro-batches in which one rank has nothing that counts, whose loss there is 0 / 0; the error of the gradient."""
+    torch.manual_seed(0)
+    ddp = hd.DistributedDataParallel(Language().double(), loss_count="tokens", **options)
+    alone = copy.deepcopy(ddp.module)
+    draw = torch.Generator().manual_seed(1)
+    worst = 0.0
+    for empty in ([], [0], [1, 2], [3], [0, 3], [2, 3], [0, 1, 2], [0, 2, 3]):  # micro-batches in which rank 0 has none
+        ddp.zero_grad()
+        alone.zero_grad()
+        for number in range(4):
+            batch = samples(7, draw, torch.float64)
+            batch["labels"][:, 0] = 1
+            if number in empty:
+                batch["labels"][:3] = -100
+            mine = {key: value[:3] if world.rank == 0 else value[3:] for key, value in batch.items()}
+            with nullcontext() if number == 3 else ddp.no_sync():
+                language(ddp, mine).backward()
+            language(alone, batch).backward()
+        worst = max(worst, largest_error(ddp.module, alone))
+    return worst
+
+
+def test_a_micro_batch_in_which_nothing_counts_adds_nothing(pool: Any) -> None:
+    for options in ({}, {"gradient_as_bucket_view": True}):
+        assert max(pool.run(2, accumulate_nothing, options)) <= BARS[torch.float64]
+
+
+def adversaries(world: World) -> float:
+    """A generator and a critic with penalty, each with its optimizer, in turns, with gradients that are scaled and clipped."""
+    torch.manual_seed(0)
+    data = Samples(40, torch.float32)
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=5, shuffle=True)
+    models = [hd.DistributedDataParallel(module) for module in (nn.Linear(WIDTH, WIDTH), Residual())]
+    loader = hd.prepare_loader(loader, *models, shares=[1.0, 3.0])
+    alone = [copy.deepcopy(model.module) for model in models]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in (*models, *alone)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=64.0) for _ in optimizers]
+
+    def step(number: int, loss: Tensor) -> None:
+        optimizer, scaler = optimizers[number], scalers[number]
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+
+    def turn(maker: Any, critic: Any, x: Tensor, z: Tensor, first: int) -> None:
+        fake = maker(z)
+        step(first + 1, with_penalty(critic, {"x": x}) + (critic(x) - critic(fake.detach())).square().mean())
+        step(first, -critic(maker(z)).square().mean())
+
+    for batch in loader:
+        rows: list[Any] = [None, None]
+        torch.distributed.all_gather_object(rows, batch["index"])
+        whole = data.all["x"][torch.cat(rows)]
+        turn(models[0], models[1], batch["x"], batch["x"].flip(1), 0)
+        turn(alone[0], alone[1], whole, whole.flip(1), 2)
+    return max(difference(model.module, single) for model, single in zip(models, alone, strict=True))
+
+
+def test_two_models_in_turns_with_penalty_scaled_and_clipped(pool: Any) -> None:
+    assert max(pool.run(2, adversaries)) <= 1e-4  # of weights, behind four steps of Adam
+
+
+def large(world: World, sharded_state: bool) -> float:
+    """Buckets that are reduced in shared memory, from the third step on; with PyTorch's sharded optimizer, which needs no other."""
+    torch.manual_seed(0)
+    ddp = hd.DistributedDataParallel(nn.Sequential(nn.Linear(400, 700), nn.Tanh(), nn.Linear(700, 3)), bucket_cap_mb=1)
+    alone = copy.deepcopy(ddp.module)
+    mine: Any = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    if sharded_state:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the module has functions that are deprecated
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+        mine = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
+    optimizers = [mine, torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)]
+    for _ in range(5):
+        x = torch.randn(12, 400, generator=torch.Generator().manual_seed(1))
+        part = x[:3] if world.rank == 0 else x[3:]
+        for module, inputs, optimizer in ((ddp, part, optimizers[0]), (alone, x, optimizers[1])):
+            optimizer.zero_grad()
+            module(inputs).square().mean().backward()
+            optimizer.step()
+    assert ddp._reduction._shared, "it was to try shared memory"
+    return difference(ddp.module, alone)
+
+
+@pytest.mark.parametrize("sharded_state", [False, True])
+def test_large_buckets_are_added_up_in_shared_memory(pool: Any, sharded_state: bool) -> None:
+    assert max(pool.run(2, large, sharded_state)) <= BARS[torch.float32]
+
+
+def refusals(world: World) -> dict[str, str]:
+    found = {}
+
+    def refused(what: str, do: Callable[[], object]) -> None:
+        with pytest.raises(hd.HeterodyneError) as caught:
+            do()
+        found[what] = str(caught.value)
+
+    wide = WIDTH + world.rank
+    refused("models", lambda: hd.DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, 2), nn.Linear(2, wide))))
+    group = torch.distributed.new_group([0])
+    refused(
+        "group",
+        lambda: hd.DistributedDataParallel(Residual(), process_group=group if world.rank == 0 else None, device_mesh=1),
+    )
+    ddp = hd.DistributedDataParallel(Language())
+    batch = samples(4, torch.Generator().manual_seed(0), torch.float32)
+    refused("count", lambda: ddp(batch["ids"], labels=batch["labels"]))
+    refused("hook", lambda: ddp.register_comm_hook(None, None))
+    refused("join", ddp.join)
+    loader = torch.utils.data.DataLoader(Samples(8 + world.rank), batch_size=2)
+    refused("loaders", lambda: hd.prepare_loader(loader, ddp))
+    ddp = hd.DistributedDataParallel(Language(), loss_count="tokens")
+    refused("nothing", lambda: ddp(batch["ids"], labels=torch.full_like(batch["labels"], -100)).backward())
+    refused("labels", lambda: hd.DistributedDataParallel(Residual(), loss_count="tokens")(batch["x"]))
+    return found
+
+
+def test_what_is_wrong_is_named(pool: Any) -> None:
+    for found in pool.run(2, refusals):
+        assert (
+            "rank 1 has trained parameter '1.weight' [7, 2] float32 where rank 0 has trained parameter '1.weight' [6, 2]"
+            in found["models"]
+        )
+        assert "device_mesh: " in found["group"]
+        assert "loss_count='tokens'" in found["count"]
+        assert "leave it out" in found["hook"]
+        assert "prepare_loader" in found["join"]
+        assert "rank 1: 9 samples, 4 a step" in found["loaders"]
+        assert "on no rank" in found["nothing"]
+        assert "'labels'" in found["labels"]
+
+
+def copies(world: World) -> list[str]:
+    """A copy and an average of a model with BatchNorm; what is saved has PyTorch's names."""
+    torch.manual_seed(0)
+    plain = torch.nn.parallel.DistributedDataParallel(Normed())
+    ddp = hd.DistributedDataParallel(Normed())
+    assert ddp.state_dict().keys() == plain.state_dict().keys()
+    ddp.load_state_dict(plain.state_dict())
+    x, y = torch.randn(8, WIDTH), torch.randint(0, CLASSES, (8,))
+    if world.rank == 0:  # alone: copies wait for nobody
+        average = torch.optim.swa_utils.AveragedModel(ddp)
+        average.update_parameters(ddp)
+        copy.deepcopy(ddp.module)(x)
+    again = copy.deepcopy(ddp)
+    for model in (ddp, again):
+        F.cross_entropy(model(x[: 3 + world.rank]), y[: 3 + world.rank]).backward()
+    return [
+        name
+        for (name, a), b in zip(ddp.named_parameters(), again.parameters(), strict=True)
+        if a.grad is None or b.grad is None or not torch.equal(a.grad, b.grad)
+    ]
+
+
+def test_copies_are_whole_and_train_by_themselves(pool: Any) -> None:
+    assert pool.run(2, copies) == [[], []]
+
+
+def leaves_out(world: World) -> str:
+    """Rank 1 takes a batch for a bad one."""
+    torch.manual_seed(0)
+    ddp = hd.DistributedDataParallel(Residual().double())
+    loader = hd.prepare_loader(torch.utils.data.DataLoader(Samples(64), batch_size=4), ddp)
+
+    def epoch() -> None:
+        for number, batch in enumerate(loader):
+            loss = classified(ddp, batch)
+            if number != 1 or world.rank != 1:
+                loss.backward()
+
+    with pytest.raises(hd.HeterodyneError) as caught:
+        epoch()
+    return str(caught.value)
+
+
+def test_a_rank_that_leaves_a_backward_out_is_named(pool: Any) -> None:
+    for said in pool.run(2, leaves_out):
+        assert said.startswith("rank 1 had a batch without a backward")
