@@ -90,7 +90,7 @@ def options_of(folder: str, **more: Any) -> dict[str, Any]:
         "adam_epsilon": 1e-4,
         "weight_decay": 0.1,
         "warmup_steps": 3,
-        "lr_scheduler_type": "cosine",
+        "lr_scheduler_type": "polynomial",  # reads the defaults of the optimizer
         "max_grad_norm": 0.5,
         "logging_steps": 1,
         "eval_strategy": "steps",

@@ -207,13 +207,19 @@ class Executor:
         return found
 
     def _tell(self, step: Step) -> Callable[[], None]:
-        """Let idle ranks know whether the step was skipped; to be called when the step ends."""
-        flag = torch.tensor([float(step.skipped)], dtype=torch.float64)
-        sent = self._control.all_reduce(flag)
+        """Let idle ranks know whether the step was skipped, and the norm of the gradient; to be called when the step ends."""
+        first = next(rank for rank, actions in enumerate(self._program.ranks) if actions)
+        norm = step.grad_norm if self._rank == first else None
+        known = (0.0, 0.0) if norm is None else (1.0, norm.item())
+        told = torch.tensor([float(step.skipped), *known], dtype=torch.float64)
+        sent = self._control.all_reduce(told)
 
         def heard() -> None:
             sent.wait()
-            step.skipped = bool(flag.item())
+            skipped, is_known, found = told.tolist()
+            step.skipped = bool(skipped)
+            if not self._actions and is_known:
+                step.grad_norm = torch.tensor(found)
 
         return heard
 

@@ -46,7 +46,7 @@ class StepResult:
 
     @property
     def grad_norm(self) -> float | None:
-        """The global norm before clipping; None on idle ranks. Waits for the device."""
+        """The global norm before clipping; None where the plan has none. Waits for the device."""
         if self.late is not None:
             return self.late.get()[0]
         return None if self.norm is None else self.norm.item()

@@ -21,7 +21,7 @@ class SteppedByPlan(Optimizer):
     """
 
     def __init__(self, real: Optimizer) -> None:
-        super().__init__(real.param_groups, {})
+        super().__init__(real.param_groups, dict(real.defaults))  # schedulers read the rate there
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Nothing: the update was made by the step of the plan."""

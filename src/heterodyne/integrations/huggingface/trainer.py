@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -203,10 +204,16 @@ class HeterodyneTrainer(Trainer):
             with unchanged_random_state():
                 if self.train_dataset is not None:
                     example, _ = first_batch(self.get_train_dataloader())
-                batch = self._batch(example or {})
+                elif example is None:
+                    raise DataError(
+                        "the plan is made from a batch, and there is no train_dataset: give the trainer one"
+                    )
+                batch = self._batch(example)
                 self._module.train()
                 self._end_of_others()
                 self._distributed = self._distribute(batch)
+                if told := self._distributed.explain():
+                    sys.stderr.write(f"{told}\n")
                 if self._has_smaller_batch():
                     labels = self.label_names
                     require_completable(self._distributed, self._module, batch, _size(batch), labels)
