@@ -50,7 +50,7 @@ def test_streams_and_packing_have_the_same_face() -> None:
         assert next(iter(batches)).samples(1, 2)["labels"].shape == (2, 4)
     padded = hd.batches([{"input_ids": [1] * n} for n in (1, 2, 3)], global_batch_size=3, pad_to=4, shuffle=False)
     assert padded.example()["attention_mask"].sum(1).tolist() == [1, 2, 3]
-    with pytest.raises(TypeError, match="for ever"):
+    with pytest.raises(TypeError, match="forever"):
         len(padded)
     for wrong, says in (({"epochs": 1}, "leave out epochs"), ({"collate": list, "pad_to": 3}, "not both")):
         with pytest.raises(DataError, match=says):
