@@ -1,7 +1,7 @@
 """Time of several devices whose micro-batch runs as two halves, so that the collectives of one half overlap with the computing of the
 other.
 
-The halves take turns (`heterodyne.frontend.overlapped_graph`). Each member goes on as soon as it has handed over its messages; a
+The halves take turns (`heterodyne.frontend.in_turns`). Each member goes on as soon as it has handed over its messages; a
 collective starts when its last member has reached it and the links are free, and a half waits for its own collective when its turn
 comes. Links are taken by what is transferred, not by its latency (the gap and the latency of LogP, Culler et al., PPoPP 1993).
 """

@@ -217,6 +217,8 @@ class PlanStrategy(Strategy):
                     ),
                 },
             )
+        if self._session is not None and (told := self._distributed.explain()):
+            self._session.say(told)
         if all(parameter.device == self.root_device for parameter in step.parameters()):
             module.to(self.root_device)  # its metrics; the weights are there
         for group in script.param_groups:
