@@ -136,6 +136,12 @@ def told(model: Any, batch: Batch) -> Tensor:
     return (each * batch["w"]).sum() / batch["w"].sum()
 
 
+def told_in_a_block(model: Any, batch: Batch) -> Tensor:
+    with model.count(batch["w"].sum()) if isinstance(model, hd.DistributedDataParallel) else nullcontext():
+        score = model(batch["x"]) + model(2 * batch["x"])
+    return (F.cross_entropy(score, batch["y"], reduction="none") * batch["w"]).sum() / batch["w"].sum()
+
+
 def twice(model: Any, batch: Batch) -> Tensor:
     half = model(batch["x"] * 0.5).square().mean()
     penalty = sum(parameter.square().sum() for parameter in model.parameters())
@@ -177,6 +183,7 @@ CASES = {
     "sparse": Case(lambda: Language(sparse=True), language, {"loss_count": "tokens"}),
     "sum": Case(loss=summed, options={"loss_count": "sum"}),
     "told": Case(loss=told),
+    "told in a block": Case(loss=told_in_a_block),
     "unused": Case(Choosing, options={"find_unused_parameters": True}),
     "unused, views": Case(Choosing, options={"find_unused_parameters": True, "gradient_as_bucket_view": True}),
     "two forwards": Case(loss=twice),
@@ -346,7 +353,7 @@ def test_batches_of_a_loader_are_exact_to_the_last(pool: Any, case: str, shares:
 def accumulate_nothing(world: World, options: Mapping[str, Any]) -> float:
     """Micro-batches in which one rank has nothing that counts, whose loss there is 0 / 0; the error of the gradient."""
     torch.manual_seed(0)
-    ddp = hd.DistributedDataParallel(Language().double(), loss_count="tokens", **options)
+    ddp = hd.DistributedDataParallel(Residual().double(), **options)
     alone = copy.deepcopy(ddp.module)
     draw = torch.Generator().manual_seed(1)
     worst = 0.0
@@ -355,13 +362,13 @@ def accumulate_nothing(world: World, options: Mapping[str, Any]) -> float:
         alone.zero_grad()
         for number in range(4):
             batch = samples(7, draw, torch.float64)
-            batch["labels"][:, 0] = 1
             if number in empty:
-                batch["labels"][:3] = -100
+                batch["w"][:3] = 0
             mine = {key: value[:3] if world.rank == 0 else value[3:] for key, value in batch.items()}
+            ddp.count(mine["w"].sum())
             with nullcontext() if number == 3 else ddp.no_sync():
-                language(ddp, mine).backward()
-            language(alone, batch).backward()
+                weighted(ddp, mine).backward()
+            weighted(alone, batch).backward()
         worst = max(worst, largest_error(ddp.module, alone))
     return worst
 

@@ -287,7 +287,7 @@ def _honoured(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
     """The name of the backend that carries tensors of a device; None: there is none."""
     try:
-        return str((group or dist.group.WORLD)._get_backend(device).name())
+        return str((group or dist.distributed_c10d._get_default_group())._get_backend(device).name())
     except RuntimeError:
         return None
 
