@@ -239,7 +239,7 @@ def train(world: World, name: str, seed: int, dtype: torch.dtype, devices: Seque
     device = devices[world.rank] if devices else "cpu"
     ddp = hd.DistributedDataParallel(case.build().to(device, dtype), **case.options)
     alone = copy.deepcopy(ddp.module).cpu()
-    optimizers = [torch.optim.SGD(module.parameters(), lr=0.05) for module in (ddp, alone)]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.005) for module in (ddp, alone)]
     of_gradients, of_losses = [], []
     for _ in range(3):
         for optimizer in optimizers:
