@@ -5,14 +5,13 @@ Everything else is PyTorch's own: buckets, hooks, ``no_sync``, unused parameters
 
 from __future__ import annotations
 
-import inspect
 import sys
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from heterodyne.drop_in.asked_for import communicator_for, honoured
 from heterodyne.drop_in.batch_norm import batch_norms_of, join_batch_norms, without_sync
 from heterodyne.drop_in.loss_check import loss_in, require_count
 from heterodyne.drop_in.loss_weight import LossCount, LossWeight, count_of, samples_in
@@ -26,14 +25,6 @@ from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.exact.batch_norm import GlobalBatchNorm
 
 __all__ = ["DistributedDataParallel"]
-
-_REFUSED = {  # arguments of PyTorch's, and why
-    "mixed_precision": "it reduces gradients by a communication hook of its own: use torch.autocast, or a model in 16 bits",
-    "delay_all_reduce_named_params": "these parameters are averaged as if all ranks had as many samples",
-    "param_to_hook_all_reduce": "these parameters are averaged as if all ranks had as many samples",
-    "device_mesh": "it may have other dimensions than the batch: leave it out, the default process group is used",
-}
-
 
 _OF_CONNECTION = ("_reduction", "_communicator", "_norm", "_pace", "_count")
 
@@ -60,10 +51,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """
 
     def __init__(self, module: nn.Module, *arguments: Any, loss_count: LossCount | None = None, **options: Any) -> None:
-        given = _honoured(module, arguments, options)
+        given = honoured(module, arguments, options)
         count_of(loss_count or "samples", module.forward)  # a word that is not known is told before anything is made
-        communicator = _communicator_for(module)
-        _require_one_backend(communicator, given.arguments.get("process_group"))
+        communicator = communicator_for(module, given.arguments.get("process_group"))
         require_same_model(communicator, module)
         without_sync(module)
         alike = given.arguments.get("init_sync", True)
@@ -109,7 +99,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if not torch.is_grad_enabled():
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         if not hasattr(self, "_reduction"):  # a copy
-            self._connect(_communicator_for(self.module))
+            self._connect(communicator_for(self.module))
         if self.require_backward_grad_sync:
             self._reduction.prepare()
             if self._samplers and self._pace.is_due:
@@ -256,54 +246,3 @@ class _Counted:
 
     def __exit__(self, *_: object) -> None:
         self._reduction.told = False
-
-
-def _honoured(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> inspect.BoundArguments:
-    """The arguments by name. Raises HeterodyneError with all that PyTorch would take and this cannot."""
-    if not (dist.is_available() and dist.is_initialized()):
-        raise HeterodyneError(
-            "there is no process group: call torch.distributed.init_process_group() first, as for PyTorch's DDP, in a script that torchrun "
-            "starts"
-        )
-    bound = inspect.signature(nn.parallel.DistributedDataParallel).bind(module, *arguments, **options)
-    given = bound.arguments
-    wrong = [f"{name}: {why}" for name, why in _REFUSED.items() if given.get(name) is not None]
-    group = given.get("process_group")
-    if group is not None and dist.get_world_size(group) != dist.get_world_size():
-        wrong.append("process_group: it leaves out some ranks; pass one of all ranks, or none")
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        wrong.append("module: it is a DistributedDataParallel already; pass its .module")
-    device = next((p.device for p in module.parameters() if p.requires_grad), None)
-    if device is not None and _backend(group, device) is None:
-        wrong.append(
-            f"module: it is on {device}, for which the process group has no backend ({dist.get_backend(group)}); move it to this rank's "
-            "device first"
-        )
-    if wrong:
-        raise HeterodyneError("\n  ".join(["DistributedDataParallel cannot take these arguments:", *wrong]))
-    return bound
-
-
-def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
-    """The name of the backend that carries tensors of a device; None: there is none."""
-    try:
-        return str((group or dist.distributed_c10d._get_default_group())._get_backend(device).name())
-    except RuntimeError:
-        return None
-
-
-def _require_one_backend(communicator: Communicator, group: dist.ProcessGroup | None) -> None:
-    """Raises HeterodyneError on every rank. Collective."""
-    device = communicator.device
-    found = communicator.all_gather_object((device.type, _backend(group, device)))
-    if len({backend for _, backend in found}) > 1:
-        ranks = ", ".join(f"rank {rank} has {kind} ({backend})" for rank, (kind, backend) in enumerate(found))
-        raise HeterodyneError(
-            f"the ranks' devices have no backend in common: {ranks}. Call init_process_group('gloo'), which joins cuda and cpu; for others "
-            "use hd.distribute"
-        )
-
-
-def _communicator_for(module: nn.Module) -> Communicator:
-    device = next((p.device for p in module.parameters() if p.requires_grad), torch.device("cpu"))
-    return Communicator(rank=dist.get_rank(), world_size=dist.get_world_size(), device=device)
