@@ -170,8 +170,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._pace = self._reduction.pace = first._pace
         if self._norm is not None:
             self._norm.waiting = self._pace
-        if first is self:
-            self._samplers.append(sampler)
+        self._samplers.append(sampler)  # of each: the first one may be a teacher that is never trained
 
     @property
     def communicator(self) -> Communicator:

@@ -110,17 +110,12 @@ class DistributedSampler(Sampler[list[int]]):
         return batches + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        size = self.global_batch_size
-        order = self.order()
         begin = self._done[1] if self._resumes and self._done[0] == self.epoch else 0
         self._resumes = False
         self._ahead.clear()
         self.drawn = (self.drawn[0] + 1, 0)
         counts: dict[int, tuple[int, ...]] = {}
-        for first in range(begin, len(order), size):
-            batch = order[first : first + size]
-            if len(batch) < size and self.drop_last:
-                break
+        for first, batch in self.batches(begin):
             if self._coming is not None and self.drawn >= self._coming[1]:
                 self.shares, self._coming = self._coming[0], None
                 counts.clear()
@@ -139,6 +134,14 @@ class DistributedSampler(Sampler[list[int]]):
             yield list(batch[before : before + own] or batch[:1])
         if not self._is_read_ahead:
             self.end()
+
+    def batches(self, begin: int) -> Iterator[tuple[int, Sequence[int]]]:
+        """The global batches of an epoch behind so many of its samples, each with the place of its first one."""
+        order, size = self.order(), self.global_batch_size
+        for first in range(begin, len(order), size):
+            batch = order[first : first + size]
+            if len(batch) == size or not self.drop_last:
+                yield first, batch
 
     def read_ahead(self) -> None:
         """Called by a loader that draws batches before they are trained on, and calls `hand_out` for each, `end` behind the last."""
