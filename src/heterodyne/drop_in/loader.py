@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from torch.utils.data import DistributedSampler as EqualSampler
 
 from heterodyne.drop_in.data_parallel import DistributedDataParallel
-from heterodyne.drop_in.sampler import DistributedSampler
+from heterodyne.drop_in.sampler import DistributedSampler, mark
 from heterodyne.errors import HeterodyneError
 
 __all__ = ["KEPT_OPTIONS", "prepare_loader"]
@@ -49,6 +49,7 @@ class _Loader(DataLoader[Any]):
                 dealt = self._dealer.hand_out()
                 for model in self._models:
                     model.deal(dealt)
+                mark(batch, dealt)
                 yield batch
             self._dealer.end()
         finally:

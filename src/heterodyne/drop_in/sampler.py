@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import DistributedSampler as EqualSampler
 from torch.utils.data import Sampler
 
 from heterodyne.errors import CheckpointError, DataError, HeterodyneError
 from heterodyne.graph.sharding.dealing import dealt_by_speed
 
-__all__ = ["Dealt", "DistributedSampler", "Drawn"]
+__all__ = ["Dealt", "DistributedSampler", "Drawn", "dealt_of", "mark"]
 
 Drawn = tuple[int, int]
 """How far a rank has drawn: passes over the data that were begun, batches of the last one."""
@@ -33,6 +34,24 @@ class Dealt:
     own: int
     total: int
     end: int
+
+
+def mark(batch: Any, dealt: Dealt) -> None:
+    """Note on the tensors of a batch what it is of the global one, for a loop that reads batches before it trains on them."""
+    for tensor in _tensors_in(batch):
+        tensor.dealt = dealt  # type: ignore[attr-defined]
+
+
+def dealt_of(batch: Any) -> Dealt | None:
+    """Return what was noted on the first tensor that has it; None where all were made of other ones."""
+    return next((tensor.dealt for tensor in _tensors_in(batch) if hasattr(tensor, "dealt")), None)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    for part in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+        yield from _tensors_in(part)
 
 
 class DistributedSampler(Sampler[list[int]]):

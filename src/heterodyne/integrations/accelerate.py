@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from heterodyne.drop_in import DistributedDataParallel, DistributedSampler
 from heterodyne.drop_in.loader import KEPT_OPTIONS
 from heterodyne.drop_in.loss_weight import LossCount
-from heterodyne.drop_in.sampler import Dealt
+from heterodyne.drop_in.sampler import Dealt, mark
 from heterodyne.errors import HeterodyneError
 from heterodyne.runtime.comm.communicator import Communicator
 
@@ -302,6 +302,7 @@ class _Loader(DataLoaderShard):  # type: ignore[misc]
             for batch in super().__iter__():
                 self.dealt = self._dealer.hand_out()
                 self._tell(self.dealt)
+                mark(batch, self.dealt)
                 yield batch
             self._dealer.end()
         finally:
