@@ -107,6 +107,20 @@ def test_what_is_asked_for_in_vain_is_told_by_name(model: Any) -> None:
         hd.DistributedDataParallel(nn.Linear(1, 1))(torch.tensor(1.0))
 
 
+def test_a_count_holds_in_its_block_or_for_one_backward(model: Any) -> None:
+    def counted() -> float:
+        model(torch.ones(4, 1)).mean().backward()
+        assert model._reduction.weight is not None
+        return float(model._reduction.weight.own)
+
+    assert counted() == 4
+    model.count(3)
+    assert [counted(), counted()] == [3, 4]
+    with model.count(2):
+        pass
+    assert counted() == 4
+
+
 def test_a_script_without_a_process_group_is_told_to_make_one() -> None:
     with pytest.raises(hd.HeterodyneError, match="init_process_group"):
         hd.DistributedDataParallel(nn.Linear(1, 1))

@@ -54,8 +54,8 @@ def step(
 def test_waiting_is_left_out(clock: Clock) -> None:
     pace = Pace(torch.device("cpu"))
     step(pace, clock, own=100.0, samples=4)  # the first one warms up
-    assert not pace.is_due
     for waits in (0.0, 5.0, 70.0):
+        assert not pace.is_due
         step(pace, clock, own=8.0, batch_norm=waits, early=1.0, waits=waits, samples=4)
     assert pace.is_due
     sample_s, seconds = pace.take()
@@ -77,3 +77,22 @@ def test_samples_of_all_micro_batches_count(clock: Clock) -> None:
         pace.note_forward(3)
         step(pace, clock, own=8.0, samples=1)
     assert pace.take()[0] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("ends_early", [False, True])
+def test_two_models_in_one_backward_are_one_step(clock: Clock, ends_early: bool) -> None:
+    """Whether the buckets of the first are reduced before the second is ready may differ between ranks; the number of steps may not."""
+    pace = Pace(torch.device("cpu"))
+    for number in range(4):
+        assert not pace.is_due, number
+        pace.note_forward(2)
+        clock.passes(4.0)
+        pace.note_launch()
+        if ends_early:
+            pace.note_end()
+        clock.passes(2.0)
+        pace.note_launch()
+        pace.note_end()
+        clock.passes(1.0)
+    assert pace.is_due
+    assert pace.take()[0] == pytest.approx(3.5)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Final, TypeAlias
 
@@ -21,26 +22,37 @@ __all__ = ["Pace", "better_counts"]
 
 Moment: TypeAlias = torch.Event | float
 
-_FIRST: Final = 3
+_FIRST: Final = 4
 _LONGEST: Final = 64
 _GAIN: Final = 1.03  # of the step: new shares are worth it from there on
+
+
+@dataclass
+class _Step:
+    """``begin``: None where it is not known; ``waits``: for other ranks, in the middle of it."""
+
+    begin: Moment | None
+    end: Moment
+    waits: list[tuple[Moment, Moment]]
+    samples: int
 
 
 class Pace:
     """Own seconds and samples of each step of this rank. Several models that train in turns may have one together.
 
-    It is a context manager around what waits for other ranks in the middle of a step.
+    It is a context manager around what waits for other ranks in the middle of a step. Which steps there are follows from the calls of this
+    thread alone, so that all ranks count the same.
     """
 
     LEAST_S: Final = 0.2  # steps that were shorter, all together and on each rank, say nothing
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type != "cpu" else None
-        self._steps: deque[tuple[Moment, Moment, list[tuple[Moment, Moment]], int]] = deque(maxlen=_LONGEST)
+        self._steps: deque[_Step] = deque(maxlen=_LONGEST)
         self._since: Moment | None = None
         self._waits: list[tuple[Moment, Moment]] = []
         self._waits_since: Moment = 0.0
-        self._samples = 0
+        self._forwards = self._samples = 0
         self._launched = False
         self._window = _FIRST
 
@@ -51,16 +63,20 @@ class Pace:
 
     def note_forward(self, samples: int) -> None:
         """Called as a forward with gradients begins."""
+        self._forwards += 1
         self._samples += samples
         self._launched = False
         if self._device is not None and self._since is None:
             self._since = self._moment()
 
     def note_launch(self) -> None:
-        """Called when the last bucket of a model is ready."""
-        if self._since is not None:
-            self._steps.append((self._since, self._moment(), self._waits, self._samples))
-        self._since, self._waits, self._samples, self._launched = None, [], 0, True
+        """Called when the last bucket of a model is ready; of another model, perhaps, in the same backward."""
+        if self._forwards:
+            self._steps.append(_Step(self._since, self._moment(), self._waits, self._samples))
+        elif self._steps:
+            self._steps[-1].end = self._moment()
+            self._steps[-1].waits += self._waits
+        self._since, self._waits, self._forwards, self._samples, self._launched = None, [], 0, 0, True
 
     def note_end(self) -> None:
         """Called, by whichever thread knows, when a bucket is reduced."""
@@ -78,12 +94,18 @@ class Pace:
         steps = list(self._steps)
         self._steps.clear()
         self._window = min(_LONGEST, 2 * self._window)
-        spans = [_seconds(begin, end) - sum(_seconds(*wait) for wait in waits) for begin, end, waits, _ in steps]
-        return median(span / max(1, step[-1]) for span, step in zip(spans, steps, strict=True)), sum(spans)
+        spans = [
+            (_seconds(step.begin, step.end) - sum(_seconds(*wait) for wait in step.waits), max(1, step.samples))
+            for step in steps
+            if step.begin is not None
+        ]
+        if not spans:
+            return 0.0, 0.0
+        return median(span / samples for span, samples in spans), sum(span for span, _ in spans)
 
     def look_again_soon(self) -> None:
         """Called when shares have changed."""
-        self._window = _FIRST + 1
+        self._window = _FIRST
 
     def _moment(self) -> Moment:
         if self._device is None:

@@ -21,10 +21,7 @@ from torch.utils.data import Sampler
 from heterodyne.errors import CheckpointError, DataError, HeterodyneError
 from heterodyne.graph.sharding.dealing import dealt_by_speed
 
-__all__ = ["Dealt", "DistributedSampler", "Drawn", "dealt_of", "mark"]
-
-Drawn = tuple[int, int]
-"""How far a rank has drawn: passes over the data that were begun, batches of the last one."""
+__all__ = ["Dealt", "DistributedSampler", "dealt_of", "mark"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +85,14 @@ class DistributedSampler(Sampler[list[int]]):
         self.order: Callable[[], Sequence[int]] = self._shuffled
         self.fixed = shares is not None
         self.shares = _require_shares(shares, self.num_replicas)
-        self.drawn: Drawn = (0, 0)
-        self._coming: tuple[tuple[float, ...], Drawn] | None = None
+        self.drawn = self.handed_out = (
+            0  # batches of this pass over the data; a rank may have made passes by itself, to look at a batch
+        )
+        self._passes = 0
+        self._coming: tuple[tuple[float, ...], tuple[int, int]] | None = None  # shares, from which pass and batch on
         self._ahead: deque[Dealt] = deque()  # drawn, but not handed out yet
         self._is_read_ahead = False
-        self.handed_out = 0  # batches
-        self._done = (0, 0)  # an epoch, and how many of its samples were in them
+        self._done = (0, 0)  # an epoch, and how many of its samples were handed out
         self._resumes = False
 
     @property
@@ -132,17 +131,17 @@ class DistributedSampler(Sampler[list[int]]):
         begin = self._done[1] if self._resumes and self._done[0] == self.epoch else 0
         self._resumes = False
         self._ahead.clear()
-        self.drawn = (self.drawn[0] + 1, 0)
+        self._passes, self.drawn, self.handed_out = self._passes + 1, 0, 0
         counts: dict[int, tuple[int, ...]] = {}
         for first, batch in self.batches(begin):
-            if self._coming is not None and self.drawn >= self._coming[1]:
+            if self._coming is not None and (self._passes, self.drawn) >= self._coming[1]:
                 self.shares, self._coming = self._coming[0], None
                 counts.clear()
             if len(batch) not in counts:
                 counts[len(batch)] = self.deal(len(batch))
             own, before = counts[len(batch)][self.rank], sum(counts[len(batch)][: self.rank])
             self._ahead.append(Dealt(own, len(batch), first + len(batch)))
-            self.drawn = (self.drawn[0], self.drawn[1] + 1)
+            self.drawn += 1
             if not self._is_read_ahead:
                 self.hand_out()
                 if len(batch) < self.num_replicas:
@@ -177,9 +176,9 @@ class DistributedSampler(Sampler[list[int]]):
         """Called behind the last batch of an epoch."""
         self._done = (self.epoch, 0)
 
-    def renew(self, shares: Sequence[float], begin: Drawn) -> None:
-        """Set the shares from a place on that no rank has drawn yet."""
-        self._coming = (tuple(shares), begin)
+    def renew(self, shares: Sequence[float], begin: int) -> None:
+        """Set the shares from that batch of this pass on, which no rank has drawn yet."""
+        self._coming = (tuple(shares), (self._passes, begin))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch, the samples of it that were trained on, and the shares. The same on every rank."""
