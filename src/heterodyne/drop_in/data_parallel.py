@@ -52,8 +52,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         arguments, options: PyTorch's, by place or by name. ``mixed_precision``, delayed parameters, ``device_mesh`` and process groups of
             some ranks only are refused by name, as are ``join`` and communication hooks.
         loss_count: what the loss of a rank divides by: its ``"samples"``, ``"tokens"`` (entries of the argument ``labels`` that are not
-            -100), ``"shifted tokens"`` (all labels but the first of each row), nothing (``"sum"``), nothing, multiplied by the number of
-            ranks for the mean that DDP takes (``"ranks"``), or a function of the arguments of forward. None: samples, which is compared with the loss of two parts of the first batch where forward returns the loss.
+            -100), ``"shifted tokens"`` (all labels but the first of each row), nothing (``"sum"``), nothing, where the script has
+            multiplied it by the number of ranks (``"ranks"``), or a function of the arguments of forward. None: samples, which is
+            compared with the loss of two parts of the first batch where forward returns the loss.
 
     Raises:
         HeterodyneError: there is no process group, or an argument that cannot be honoured.

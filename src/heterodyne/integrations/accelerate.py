@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import islice
 from typing import Any
 
 import torch
@@ -20,7 +19,8 @@ from accelerate.utils import DistributedType, gather_object, recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from heterodyne.drop_in import DistributedDataParallel, DistributedSampler
+from heterodyne.drop_in import DistributedDataParallel
+from heterodyne.drop_in.batch_groups import BatchGroups
 from heterodyne.drop_in.loader import KEPT_OPTIONS
 from heterodyne.drop_in.loss_weight import LossCount
 from heterodyne.drop_in.sampler import Dealt, mark
@@ -30,8 +30,10 @@ from heterodyne.runtime.comm.communicator import Communicator
 __all__ = ["Accelerator"]
 
 _REFUSED = {  # arguments of Accelerate's: what else cuts a model or its state
-    "deepspeed_plugin": "for state that is sharded by share use torch.distributed.optim.ZeroRedundancyOptimizer, or hd.distribute",
-    "deepspeed_plugins": "for state that is sharded by share use torch.distributed.optim.ZeroRedundancyOptimizer, or hd.distribute",
+    **dict.fromkeys(
+        ("deepspeed_plugin", "deepspeed_plugins"),
+        "for sharded optimizer state use torch.distributed.optim.ZeroRedundancyOptimizer, or hd.distribute",
+    ),
     "fsdp_plugin": "a model that does not fit one device is for hd.distribute, which cuts it by what each device holds",
     "megatron_lm_plugin": "pipelines and tensor parallelism on unequal devices are for hd.distribute",
     "torch_tp_plugin": "tensor parallelism on unequal devices is for hd.distribute",
@@ -70,7 +72,7 @@ class Accelerator(OfAccelerate):  # type: ignore[misc]  # Accelerate has no type
         self._shares, self._loss_count = shares, loss_count
         self._communicator: Communicator | None = None
         self._replicas: list[DistributedDataParallel] = []
-        self._dealers: list[_Groups] = []
+        self._dealers: list[BatchGroups] = []
         self._last: Dealt | None = None  # what was dealt last of any loader
 
     def prepare_model(
@@ -85,7 +87,7 @@ class Accelerator(OfAccelerate):  # type: ignore[misc]  # Accelerate has no type
         options: dict[str, Any] = {}
         if self.ddp_handler is not None:
             options = self.ddp_handler.to_kwargs()
-            if getattr(self.ddp_handler, "comm_hook", "no") != "no":
+            if str(getattr(self.ddp_handler, "comm_hook", "no")) != "no":
                 raise HeterodyneError(
                     "DistributedDataParallelKwargs(comm_hook=...): a communication hook averages gradients as if all ranks had as many "
                     "samples: leave it out"
@@ -128,7 +130,7 @@ class Accelerator(OfAccelerate):  # type: ignore[misc]  # Accelerate has no type
             self._communicator = Communicator(
                 rank=self.process_index, world_size=self.num_processes, device=torch.device("cpu")
             )
-        dealer = _Groups(
+        dealer = BatchGroups(
             alone.sampler if takes_lists else alone.batch_sampler,
             1 if self.split_batches else self.num_processes,
             self._communicator,
@@ -184,7 +186,7 @@ class Accelerator(OfAccelerate):  # type: ignore[misc]  # Accelerate has no type
             own: what this rank's loss divides by. None: its samples of the batch that was dealt last.
         """
         weight = float(own if own is not None else self._last.own if self._last is not None else 1)
-        pair = torch.tensor([weight * float(loss) if weight else 0.0, weight], device=self.device)
+        pair = torch.tensor([weight * float(loss) if weight else 0.0, weight], dtype=torch.float64, device=self.device)
         total, weights = self.reduce(pair, "sum").tolist()
         return float(total / weights)
 
@@ -235,62 +237,17 @@ class Accelerator(OfAccelerate):  # type: ignore[misc]  # Accelerate has no type
         return loader.dealt if isinstance(loader, _Loader) else None
 
 
-class _Groups(DistributedSampler):
-    """Deals by shares what so many batches in a row have together, as rank 0's batch sampler draws them.
-
-    Args:
-        batches: any batch sampler.
-        ranks: how many of its batches make a global one.
-    """
-
-    def __init__(self, batches: Any, ranks: int, communicator: Communicator, shares: Sequence[float] | None) -> None:
-        super().__init__(range(0), communicator.world_size, communicator.rank, shuffle=False, shares=shares)
-        self.batch_sampler, self._ranks, self._communicator = batches, ranks, communicator
-        self.drop_last = bool(getattr(batches, "drop_last", False))
-        self.skips = 0  # global batches of the next epoch
-        self._total = communicator.world_size  # samples of the batch that was handed out last
-        self.read_ahead()
-        if not hasattr(batches, "__len__"):
-            raise HeterodyneError(
-                f"a {type(batches).__name__} without __len__ may have no end, so nobody knows which global batch is the last: give it one"
-            )
-
-    @property
-    def global_batch_size(self) -> int:
-        size = getattr(self.batch_sampler, "batch_size", None)
-        return size * self._ranks if size else self._total
-
-    def __len__(self) -> int:
-        groups, rest = divmod(len(self.batch_sampler), self._ranks)
-        return groups + (rest > 0 and not self.drop_last)
-
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        if hasattr(self.batch_sampler, "set_epoch"):
-            self.batch_sampler.set_epoch(epoch)
-
-    def batches(self, begin: int) -> Iterator[tuple[int, Sequence[int]]]:
-        skips, self.skips = self.skips, 0
-        rank = self._communicator.rank
-        drawn = iter(self._communicator.broadcast_object([] if rank else list(map(list, self.batch_sampler)), 0))
-        end = 0
-        for number in range(len(self)):
-            batch = [index for each in islice(drawn, self._ranks) for index in each]
-            first, end = max(begin, end), end + len(batch)
-            if number >= skips and first < end:
-                yield first, batch[first - end :]
-
-    def hand_out(self) -> Dealt:
-        dealt = super().hand_out()
-        self._total = dealt.total
-        return dealt
-
-
 class _Loader(DataLoaderShard):  # type: ignore[misc]
     """Accelerate's loader, which says what was dealt of each batch as it hands it out."""
 
     def __init__(
-        self, dataset: Any, dealer: _Groups, tell: Callable[[Dealt | None], None], *, behind: int = 0, **options: Any
+        self,
+        dataset: Any,
+        dealer: BatchGroups,
+        tell: Callable[[Dealt | None], None],
+        *,
+        behind: int = 0,
+        **options: Any,
     ) -> None:
         super().__init__(dataset, **options)
         self._dealer, self._tell, self._behind, self._given = dealer, tell, behind, options
