@@ -154,7 +154,7 @@ class DistributedSampler(Sampler[list[int]]):
             self.end()
 
     def batches(self, begin: int) -> Iterator[tuple[int, Sequence[int]]]:
-        """The global batches of an epoch behind so many of its samples, each with the place of its first one."""
+        """Yield the global batches of an epoch behind so many of its samples, each with the place of its first one."""
         order, size = self.order(), self.global_batch_size
         for first in range(begin, len(order), size):
             batch = order[first : first + size]

@@ -78,7 +78,7 @@ class Accelerator(OfAccelerate):  # type: ignore[misc]  # Accelerate has no type
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """As Accelerate does, but for the class of the replicas. Collective."""
+        """Prepare a model as Accelerate does, as a replica of `hd.DistributedDataParallel`. Collective."""
         known = getattr(model, "_is_accelerate_prepared", False)
         prepared: Any = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         trained = any(parameter.requires_grad for parameter in prepared.parameters())
@@ -169,7 +169,7 @@ class Accelerator(OfAccelerate):  # type: ignore[misc]  # Accelerate has no type
         )
 
     def free_memory(self, *objects: Any) -> Any:
-        """As Accelerate does."""
+        """Let go of what was prepared, as Accelerate does."""
         self._replicas.clear()
         self._dealers.clear()
         return super().free_memory(*objects)
@@ -232,7 +232,7 @@ class Accelerator(OfAccelerate):  # type: ignore[misc]  # Accelerate has no type
             replica.deal(dealt)
 
     def _dealt(self) -> Dealt | None:
-        """What was dealt last of the loader that is being read."""
+        """Return what was dealt last of the loader that is being read."""
         loader = self.gradient_state.active_dataloader
         return loader.dealt if isinstance(loader, _Loader) else None
 
@@ -275,8 +275,9 @@ class _Loader(DataLoaderShard):  # type: ignore[misc]
 
     def behind(self, batches: int) -> _Loader:
         """The same, behind so many batches more of each epoch."""
-        given = {**self._given, "iteration": self.iteration}
-        return _Loader(self.dataset, self._dealer, self._tell, behind=self._behind + batches, **given)
+        made = _Loader(self.dataset, self._dealer, self._tell, behind=self._behind + batches, **self._given)
+        made.iteration = self.iteration
+        return made
 
     def state_dict(self) -> dict[str, Any]:
         """Return what of the epoch was trained on, and the shares."""
