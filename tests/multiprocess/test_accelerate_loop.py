@@ -267,6 +267,8 @@ def refusals(world: World) -> dict[str, str]:
     with accelerator_of(world, kwargs_handlers=[hook]) as accelerator:
         refused("hook", lambda: accelerator.prepare(Classifier()))
         refused("stream", lambda: accelerator.prepare(DataLoader(Stream(), batch_size=2)))
+        parted = DataLoader(Samples(), sampler=torch.utils.data.DistributedSampler(Samples()))
+        refused("parted", lambda: accelerator.prepare(parted))
         refused("endless", lambda: accelerator.prepare(DataLoader(Samples(), batch_sampler=iter([[0]]))))  # type: ignore[arg-type]
     with accelerator_of(world) as accelerator:
         model: Any = accelerator.prepare(Language())
@@ -287,6 +289,7 @@ def test_what_cannot_be_is_refused_in_words(pool: Pool) -> None:
         assert "a communication hook averages" in found["hook"]
         assert "leave shares= out" in found["stream"]
         assert "without __len__" in found["endless"]
+        assert "DistributedSampler gives each rank samples of its own" in found["parted"]
         assert "loss_count='tokens'" in found["count"]
 
 

@@ -17,8 +17,10 @@ class BatchGroups(DistributedSampler):
     """Deals by shares what so many batches in a row have together, as rank 0's batch sampler draws them.
 
     Args:
-        batches: any batch sampler.
+        batches: any batch sampler, of all samples.
         ranks: how many of its batches make a global one.
+
+    Raises HeterodyneError for one without a length, and for one that has samples of a rank only.
     """
 
     def __init__(self, batches: Any, ranks: int, communicator: Communicator, shares: Sequence[float] | None) -> None:
@@ -28,6 +30,11 @@ class BatchGroups(DistributedSampler):
         self.skips = 0  # global batches of the next epoch
         self._total = communicator.world_size  # samples of the batch that was handed out last
         self.read_ahead()
+        for each in (batches, getattr(batches, "sampler", None)):
+            if getattr(each, "num_replicas", 1) > 1:
+                raise HeterodyneError(
+                    f"a {type(each).__name__} gives each rank samples of its own, and these would be dealt once more: leave it out"
+                )
         if not hasattr(batches, "__len__"):
             raise HeterodyneError(
                 f"a {type(batches).__name__} without __len__ may have no end, so nobody knows which global batch is the last: give it one"
