@@ -41,7 +41,6 @@ from heterodyne.runtime.records.run_records import RunRecords
 from heterodyne.runtime.slices import BatchSource, as_source, is_source
 from heterodyne.runtime.weights.average import WeightAverage
 from heterodyne.runtime.weights.materialise import fill_in
-from heterodyne.runtime.weights.parameter_groups import options_of
 from heterodyne.runtime.worker import StepResult, Worker
 from heterodyne.search.explain import paragraph
 from heterodyne.timeline import Timeline
@@ -309,13 +308,6 @@ class Distributed:
             state = self._names.own_state(self._worker.state_dict())
             copied: dict[str, Any] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)
             return copied
-
-    def group_options(self) -> list[dict[str, Any]]:
-        """Rates and options of each group of the optimizer, as they are on the first rank that holds anything of it."""
-        with self._calls.named("group_options()"):
-            own = [options_of(group) if group["params"] else {} for group in self.optimizer.param_groups]
-            of_all = self._session.communicator.all_gather_object(own)
-            return [next(filter(None, of_group), {}) for of_group in zip(*of_all, strict=True)]
 
     @checked_arguments
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

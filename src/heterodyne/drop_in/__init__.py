@@ -4,6 +4,7 @@ data_parallel   the class; PyTorch's own, with another average
 reduction       its communication hook: gradients by weights, in buckets behind the backward
 loss_weight     how much of the global batch this rank's loss stands for
 sampler, loader how global batches are dealt by shares, and that the model knows what was dealt
+batch_groups    global batches that any batch sampler draws
 pace            own time of a sample, and new shares from it
 """
 

@@ -6,7 +6,7 @@ Everything else is PyTorch's own: buckets, hooks, ``no_sync``, unused parameters
 from __future__ import annotations
 
 import sys
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from heterodyne.drop_in.loss_weight import LossCount, LossWeight, count_of, samp
 from heterodyne.drop_in.pace import Pace, better_counts
 from heterodyne.drop_in.reduction import GradientReduction
 from heterodyne.drop_in.same_model import compared, require_same_model
-from heterodyne.drop_in.sampler import Dealt, DistributedSampler
+from heterodyne.drop_in.sampler import Dealt, DistributedSampler, dealt_of
 from heterodyne.errors import HeterodyneError, WorkerError
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.comm.process_group import ProcessGroup
@@ -26,6 +26,8 @@ from heterodyne.runtime.exact.batch_norm import GlobalBatchNorm
 
 __all__ = ["DistributedDataParallel"]
 
+_SUMS = ("sum", "ranks")  # words for a loss that is a part of a sum over the global batch
+_BY_SAMPLES = (None, "samples", *_SUMS)  # what counts is known from what the loader deals
 _OF_CONNECTION = ("_reduction", "_communicator", "_norm", "_pace", "_count")
 
 
@@ -41,8 +43,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         arguments, options: PyTorch's, by place or by name. ``mixed_precision``, delayed parameters, ``device_mesh`` and process groups of
             some ranks only are refused by name, as are ``join`` and communication hooks.
         loss_count: what the loss of a rank divides by: its ``"samples"``, ``"tokens"`` (entries of the argument ``labels`` that are not
-            -100), ``"shifted tokens"`` (all labels but the first of each row), nothing (``"sum"``), or a function of the arguments of
-            forward. None: samples, which is compared with the loss of two parts of the first batch where forward returns the loss.
+            -100), ``"shifted tokens"`` (all labels but the first of each row), nothing (``"sum"``), nothing, where the script has
+            multiplied it by the number of ranks (``"ranks"``), or a function of the arguments of forward. None: samples, which is
+            compared with the loss of two parts of the first batch where forward returns the loss.
 
     Raises:
         HeterodyneError: there is no process group, or an argument that cannot be honoured.
@@ -81,7 +84,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         ]
         self._communicator = communicator
         self._count = count_of(self._loss_count or "samples", self.module.forward)
-        reduction = self._reduction = GradientReduction(gradients, trained, sums=self._loss_count == "sum")
+        scale = {"sum": 1.0, "ranks": 1 / communicator.world_size}.get(cast(str, self._loss_count))
+        reduction = self._reduction = GradientReduction(gradients, trained, scale=scale)
         self._pace = reduction.pace
         self._norm: GlobalBatchNorm | None = None
         if communicator.world_size > 1 and batch_norms_of(self.module):
@@ -115,16 +119,16 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _weigh(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Say what the loss of this forward counts, unless the script has."""
-        reduction, dealt = self._reduction, self._dealt
+        reduction, dealt = self._reduction, dealt_of((inputs, kwargs)) or self._dealt
         samples = dealt.own if dealt is not None else samples_in((*inputs, *kwargs.values())) or 0
         self._pace.note_forward(samples)
         if reduction.told and reduction.weight is not None:
             weight = reduction.weight
-        elif dealt is not None and (not dealt.own or self._loss_count in (None, "samples", "sum")):
-            known: float | None = dealt.total if self._loss_count in (None, "samples", "sum") else None
+        elif dealt is not None and (not dealt.own or self._loss_count in _BY_SAMPLES):
+            known: float | None = dealt.total if self._loss_count in _BY_SAMPLES else None
             weight = LossWeight(dealt.own, known, self._communicator.control)
         else:
-            known = 1.0 if self._loss_count == "sum" else None
+            known = 1.0 if self._loss_count in _SUMS else None
             weight = LossWeight(self._count(inputs, kwargs), known, self._communicator.control)
         reduction.follow(weight, accumulates=not self.require_backward_grad_sync)
 
@@ -160,8 +164,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._pace = self._reduction.pace = first._pace
         if self._norm is not None:
             self._norm.waiting = self._pace
-        if first is self:
-            self._samplers.append(sampler)
+        self._samplers.append(sampler)  # of each: the first one may be a teacher that is never trained
 
     @property
     def communicator(self) -> Communicator:
@@ -198,7 +201,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._loss_count if isinstance(self._loss_count, str) else "the function" if self._loss_count else "samples"
         )
         sums = self._loss_count == "sum"
-        if loss_in(output) is not None and self._loss_count != "samples":
+        if loss_in(output) is not None and self._loss_count not in ("samples", "ranks"):
             before = torch.get_rng_state()
             checked = require_count(self.module, inputs, kwargs, self._count, words=words, sums=sums)
             torch.set_rng_state(before)

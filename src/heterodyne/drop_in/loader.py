@@ -10,12 +10,12 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from torch.utils.data import DistributedSampler as EqualSampler
 
 from heterodyne.drop_in.data_parallel import DistributedDataParallel
-from heterodyne.drop_in.sampler import DistributedSampler
+from heterodyne.drop_in.sampler import DistributedSampler, mark
 from heterodyne.errors import HeterodyneError
 
-__all__ = ["prepare_loader"]
+__all__ = ["KEPT_OPTIONS", "prepare_loader"]
 
-_KEPT = (
+KEPT_OPTIONS = (
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -35,7 +35,7 @@ class _Loader(DataLoader[Any]):
     def __init__(
         self, loader: DataLoader[Any], sampler: DistributedSampler, models: Sequence[DistributedDataParallel]
     ) -> None:
-        options = {name: getattr(loader, name) for name in _KEPT}
+        options = {name: getattr(loader, name) for name in KEPT_OPTIONS}
         super().__init__(loader.dataset, batch_sampler=sampler, **options)
         object.__setattr__(
             self, "sampler", sampler
@@ -49,6 +49,7 @@ class _Loader(DataLoader[Any]):
                 dealt = self._dealer.hand_out()
                 for model in self._models:
                     model.deal(dealt)
+                mark(batch, dealt)
                 yield batch
             self._dealer.end()
         finally:

@@ -23,7 +23,7 @@ from heterodyne.runtime.comm.process_group import ProcessGroup
 
 __all__ = ["Count", "LossCount", "LossWeight", "count_of", "samples_in"]
 
-LossCount: TypeAlias = Literal["samples", "tokens", "shifted tokens", "sum"] | Callable[..., float]
+LossCount: TypeAlias = Literal["samples", "tokens", "shifted tokens", "sum", "ranks"] | Callable[..., float]
 """What the loss divides by; a function gets the arguments of forward."""
 Count: TypeAlias = Callable[[Sequence[Any], Mapping[str, Any]], float]
 _IGNORED = -100  # the ignore_index that torch's losses have by default
@@ -78,7 +78,7 @@ def count_of(loss_count: LossCount, forward: Callable[..., Any]) -> Count:
     if callable(loss_count):
         counted = loss_count
         return lambda inputs, keywords: _number(counted(*inputs, **keywords))
-    if loss_count in ("samples", "sum"):
+    if loss_count in ("samples", "sum", "ranks"):
         return _samples
     if loss_count in ("tokens", "shifted tokens"):
         signature, first = inspect.signature(forward), int(loss_count == "shifted tokens")
@@ -95,8 +95,8 @@ def count_of(loss_count: LossCount, forward: Callable[..., Any]) -> Count:
 
         return tokens
     raise HeterodyneError(
-        f"loss_count is {loss_count!r}; it is 'samples', 'tokens', 'shifted tokens' (the model shifts its labels by one), 'sum', or a "
-        "function of the arguments of forward"
+        f"loss_count is {loss_count!r}; it is 'samples', 'tokens', 'shifted tokens' (the model shifts its labels by one), 'sum', "
+        "'ranks' (a sum times the number of ranks), or a function of the arguments of forward"
     )
 
 

@@ -28,16 +28,16 @@ class GradientReduction:
 
     Args:
         process_group: of all ranks, for nothing else.
-        sums: the loss is a sum over the samples, so that gradients are added up as they are.
+        scale: of each rank's gradients where its loss is a part of a sum over the global batch; None: its weight.
     """
 
-    def __init__(self, process_group: ProcessGroup, parameters: list[nn.Parameter], *, sums: bool) -> None:
+    def __init__(self, process_group: ProcessGroup, parameters: list[nn.Parameter], *, scale: float | None) -> None:
         self.pace = Pace(parameters[0].device if parameters else torch.device("cpu"))
         self.weight: LossWeight | None = None
         self.told = False  # the weight was said, and holds until the next reduction
         self._process_group = process_group
         self._parameters = parameters
-        self._sums = sums
+        self._scale = scale
         self._unsynced: LossWeight | None = None  # of what has been accumulated and not reduced
         self._set_aside: dict[nn.Parameter, Tensor] = {}  # weighted: what is kept while the weight is 0
         self._sizes: dict[int, tuple[int, torch.dtype]] = {}
@@ -50,8 +50,8 @@ class GradientReduction:
         return self._factor_of(self.weight)
 
     def _factor_of(self, weight: LossWeight) -> float:
-        """Its weight; for a sum 1, but 0 for a batch that is not this rank's."""
-        return float(weight.own > 0) if self._sums else weight.value
+        """Its weight; for a sum the scale, but 0 for a batch that is not this rank's."""
+        return weight.value if self._scale is None else self._scale * (weight.own > 0)
 
     def prepare(self) -> None:
         """Take the memory for the buckets, once PyTorch has settled on them. Collective, between two reductions."""

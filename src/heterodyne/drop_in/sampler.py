@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils.data import DistributedSampler as EqualSampler
 from torch.utils.data import Sampler
 
 from heterodyne.errors import CheckpointError, DataError, HeterodyneError
 from heterodyne.graph.sharding.dealing import dealt_by_speed
 
-__all__ = ["Dealt", "DistributedSampler"]
+__all__ = ["Dealt", "DistributedSampler", "dealt_of", "mark"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,24 @@ class Dealt:
     own: int
     total: int
     end: int
+
+
+def mark(batch: Any, dealt: Dealt) -> None:
+    """Note on the tensors of a batch what it is of the global one, for a loop that reads batches before it trains on them."""
+    for tensor in _tensors_in(batch):
+        tensor.dealt = dealt  # type: ignore[attr-defined]
+
+
+def dealt_of(batch: Any) -> Dealt | None:
+    """Return what was noted on the first tensor that has it; None where all were made of other ones."""
+    return next((tensor.dealt for tensor in _tensors_in(batch) if hasattr(tensor, "dealt")), None)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    for part in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+        yield from _tensors_in(part)
 
 
 class DistributedSampler(Sampler[list[int]]):
@@ -109,17 +128,12 @@ class DistributedSampler(Sampler[list[int]]):
         return batches + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        size = self.global_batch_size
-        order = self.order()
         begin = self._done[1] if self._resumes and self._done[0] == self.epoch else 0
         self._resumes = False
         self._ahead.clear()
         self._passes, self.drawn, self.handed_out = self._passes + 1, 0, 0
         counts: dict[int, tuple[int, ...]] = {}
-        for first in range(begin, len(order), size):
-            batch = order[first : first + size]
-            if len(batch) < size and self.drop_last:
-                break
+        for first, batch in self.batches(begin):
             if self._coming is not None and (self._passes, self.drawn) >= self._coming[1]:
                 self.shares, self._coming = self._coming[0], None
                 counts.clear()
@@ -138,6 +152,14 @@ class DistributedSampler(Sampler[list[int]]):
             yield list(batch[before : before + own] or batch[:1])
         if not self._is_read_ahead:
             self.end()
+
+    def batches(self, begin: int) -> Iterator[tuple[int, Sequence[int]]]:
+        """Yield the global batches of an epoch behind so many of its samples, each with the place of its first one."""
+        order, size = self.order(), self.global_batch_size
+        for first in range(begin, len(order), size):
+            batch = order[first : first + size]
+            if len(batch) == size or not self.drop_last:
+                yield first, batch
 
     def read_ahead(self) -> None:
         """Called by a loader that draws batches before they are trained on, and calls `hand_out` for each, `end` behind the last."""

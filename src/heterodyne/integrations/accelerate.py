@@ -1,304 +1,289 @@
-"""A loop written for Accelerate, under a plan: ``prepare``, ``model(**batch)``, ``accelerator.backward(loss)``. See docs/trainer.md.
+"""Accelerate's own Accelerator on devices of unlike speed. See docs/trainer.md.
 
     from heterodyne.integrations.accelerate import Accelerator
 
-In train mode the model returns a promise of its loss, and ``backward`` runs the whole step on the batch: with unequal shares the loss
-of the global batch is known only then. ``optimizer.step()`` finds no gradients and does nothing, and a loop that reads a gradient gets an
-error so. Accelerate itself is not needed.
+Models are prepared as `hd.DistributedDataParallel`, and loaders deal each rank its share of the same global batch. All else is theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any, NoReturn, Self, cast
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
+from accelerate import Accelerator as OfAccelerate
+from accelerate.data_loader import DataLoaderShard, prepare_data_loader
+from accelerate.utils import DistributedType, gather_object, recursively_apply
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from heterodyne.api import Distributed, distribute
-from heterodyne.api.loop.remade_optimizer import follow, remade
-from heterodyne.api.session import LONGEST_PHASE_S
+from heterodyne.drop_in import DistributedDataParallel
+from heterodyne.drop_in.batch_groups import BatchGroups
+from heterodyne.drop_in.loader import KEPT_OPTIONS
+from heterodyne.drop_in.loss_weight import LossCount
+from heterodyne.drop_in.sampler import Dealt, mark
 from heterodyne.errors import HeterodyneError
-from heterodyne.integrations.first_batch import first_batch
-from heterodyne.runtime.weights.masters import gradient_dtype
-from heterodyne.runtime.weights.parameter_groups import options_of
+from heterodyne.runtime.comm.communicator import Communicator
 
-__all__ = ["Accelerator", "PreparedModel", "Promise"]
+__all__ = ["Accelerator"]
 
-
-class Promise:
-    """The loss of a batch, or the outputs that hold it, until ``backward`` has run the step; then ``item`` and ``float`` give it."""
-
-    def __init__(self, batch: Mapping[str, Tensor]) -> None:
-        self.batch = batch
-        self.value: float | None = None
-
-    @property
-    def loss(self) -> Self:
-        return self
-
-    def item(self) -> float:
-        """Raises HeterodyneError before the step."""
-        if self.value is None:
-            raise HeterodyneError(
-                "the loss is known when accelerator.backward(loss) has run the step: read it after that"
-            )
-        return self.value
-
-    def detach(self) -> Tensor:
-        return torch.tensor(self.item())
-
-    def __float__(self) -> float:
-        return self.item()
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        _refuse(f"reads .{name} of the outputs")
-
-    def _combined(self, *_: object) -> NoReturn:
-        _refuse("computes with the loss")
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __getitem__ = _combined
-
-    @classmethod
-    def __torch_function__(cls, function: Callable[..., Any], *_: object) -> NoReturn:
-        _refuse(f"calls {getattr(function, '__name__', 'a function')} on the outputs")
+_REFUSED = {  # arguments of Accelerate's: what else cuts a model or its state
+    **dict.fromkeys(
+        ("deepspeed_plugin", "deepspeed_plugins"),
+        "for sharded optimizer state use torch.distributed.optim.ZeroRedundancyOptimizer, or hd.distribute",
+    ),
+    "fsdp_plugin": "a model that does not fit one device is for hd.distribute, which cuts it by what each device holds",
+    "megatron_lm_plugin": "pipelines and tensor parallelism on unequal devices are for hd.distribute",
+    "torch_tp_plugin": "tensor parallelism on unequal devices is for hd.distribute",
+    "parallelism_config": "tensor, context and sharded data parallelism on unequal devices are for hd.distribute",
+}
+_NOT_BY_DATA = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "TP", "XLA")
 
 
-class PreparedModel:
-    """The user's model: in train mode a call returns a `Promise`, in eval mode the outputs for the whole batch, with the loss."""
-
-    def __init__(self, distributed: Distributed) -> None:
-        self._distributed = distributed
-
-    def __call__(self, **batch: Tensor) -> Any:
-        if self._distributed.module.training:
-            return Promise(batch)
-        outputs = self._distributed.predict(batch)
-        if "labels" in batch and hasattr(outputs, "loss"):
-            outputs["loss"] = torch.tensor(self._distributed.evaluate(batch))
-        return outputs
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._distributed.module, name)
-
-
-class Accelerator:
-    """What such loops call; the ranks are those of a torchrun, or of our launcher.
+class Accelerator(OfAccelerate):  # type: ignore[misc]  # Accelerate has no types
+    """As `accelerate.Accelerator`, with unequal shares of the same global batch, and gradients of the mean over it.
 
     Args:
-        mixed_precision: ``no`` or ``bf16``.
-        clip_grad_norm: for ``clip_grad_norm_``, which the step must know of beforehand.
-        distribution: more arguments of `hd.distribute`.
+        arguments, options: Accelerate's. Plugins that shard the model are refused by name.
+        shares: of each rank, by hand, in any unit. None: by the ranks' own pace.
+        loss_count: what the loss of a rank divides by, as for `hd.DistributedDataParallel`.
+
+    Raises HeterodyneError for what cannot be honoured, with what to do about it.
     """
 
-    def __init__(self, *, mixed_precision: str = "no", clip_grad_norm: float = 0.0, **distribution: Any) -> None:
-        self._precision = "fp32" if mixed_precision == "no" else mixed_precision
-        self._clip = clip_grad_norm
-        self._distribution = distribution
-        self._optimizer: Optimizer | None = None
-        self._waits = False  # backward has been called, and optimizer.step() has not
-        self._followed: list[dict[str, Any]] = []  # options of the groups in the step
-        self._norm: float | None = None
-        self.distributed: Distributed | None = None
+    def __init__(
+        self,
+        *arguments: Any,
+        shares: Sequence[float] | None = None,
+        loss_count: LossCount | None = None,
+        **options: Any,
+    ) -> None:
+        wrong = [f"{name}: {why}" for name, why in _REFUSED.items() if options.get(name) is not None]
+        if wrong:
+            raise HeterodyneError("\n  ".join(["this Accelerator deals batches by shares, and cannot take:", *wrong]))
+        super().__init__(*arguments, **options)
+        if any(self.distributed_type == getattr(DistributedType, name, None) for name in _NOT_BY_DATA):
+            raise HeterodyneError(
+                f"the configuration of accelerate launch says {self.distributed_type.value}: launch with --multi_gpu or --cpu, or with "
+                "torchrun; a model that does not fit one device is for hd.distribute"
+            )
+        self._shares, self._loss_count = shares, loss_count
+        self._communicator: Communicator | None = None
+        self._replicas: list[DistributedDataParallel] = []
+        self._dealers: list[BatchGroups] = []
+        self._last: Dealt | None = None  # what was dealt last of any loader
 
-    def prepare(self, model: nn.Module, optimizer: Optimizer, loader: Iterable[Any], *others: Any) -> tuple[Any, ...]:
-        """Return the model under its plan, and the rest as it is.
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare a model as Accelerate does, as a replica of `hd.DistributedDataParallel`. Collective."""
+        known = getattr(model, "_is_accelerate_prepared", False)
+        prepared: Any = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        trained = any(parameter.requires_grad for parameter in prepared.parameters())
+        if known or evaluation_mode or not self.use_distributed or not trained:
+            return prepared  # type: ignore[no-any-return]
+        options: dict[str, Any] = {}
+        if self.ddp_handler is not None:
+            options = self.ddp_handler.to_kwargs()
+            if str(getattr(self.ddp_handler, "comm_hook", "no")) != "no":
+                raise HeterodyneError(
+                    "DistributedDataParallelKwargs(comm_hook=...): a communication hook averages gradients as if all ranks had as many "
+                    "samples: leave it out"
+                )
+        if self.device.type != "cpu":
+            options = {"device_ids": [self.device.index], **options}
+        replica = DistributedDataParallel(prepared, loss_count=self._loss_count, **options)
+        prepared._is_accelerate_prepared, replica._is_accelerate_prepared = False, True  # type: ignore[assignment]
+        self._replicas.append(replica)
+        for dealer in self._dealers:
+            replica.follow_samplers(dealer, self._replicas[0])
+        return replica
 
-        Each batch of the loader is a global one, the same on every rank (Accelerate's ``split_batches=True``). The first is looked at, and
-        still comes first in the loop; see `first_batch`. The optimizer keeps rates and options, for schedulers; its state is kept by
-        ``save_state``.
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Make a loader that deals each rank its share of every global batch. Collective.
 
-        Raises HeterodyneError for an optimizer that cannot be made of a part of the parameters.
+        Streams, and what the main process reads for all (``dispatch_batches``), are dealt equally, as Accelerate does it.
         """
-        if self.distributed is not None:
-            raise HeterodyneError("prepare was called before: one accelerator trains one model")
-        self._optimizer = optimizer
-        batch, loader = first_batch(loader)
-        self.distributed = distribute(
-            model,
-            batch,
-            **{
-                "optimizer": remade(optimizer, model),
-                "precision": self._precision,
-                "clip_grad_norm": self._clip,
-                **self._distribution,
-            },
+        ready = getattr(data_loader, "_is_accelerate_prepared", False)
+        dispatched = isinstance(data_loader.dataset, IterableDataset) or self.dispatch_batches
+        if dispatched and not ready and self.use_distributed:
+            words = "a stream or dispatch_batches=True is dealt equally, since no rank reads samples by number"
+            if self._shares is not None:
+                raise HeterodyneError(f"{words}: leave shares= out, or use a map-style dataset")
+            if self.is_main_process:
+                sys.stderr.write(f"heterodyne: {words}; gradients are right\n")
+        if ready or dispatched or not self.use_distributed:
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        alone = prepare_data_loader(  # for its own choice of a sampler
+            data_loader,
+            num_processes=1,
+            process_index=0,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self.dataloader_config.data_seed,
         )
-        if self.distributed.steps_done:
-            self._take_options()
-        if hasattr(optimizer, "register_step_pre_hook"):
-            optimizer.register_step_pre_hook(self._on_step)
-            optimizer.register_step_post_hook(
-                lambda *_: _mark_spent(self._trained())
-            )  # until zero_grad, as gradients would be there
-        return PreparedModel(self.distributed), optimizer, loader, *others
-
-    def _on_step(self, script: Optimizer, *_: object) -> None:
-        """Raises HeterodyneError if rates or options have been changed since the update, which they were meant for."""
-        self._waits = False
-        _take_away_spent(self._trained())
-        if self._followed and list(map(options_of, script.param_groups)) != self._followed:
-            raise HeterodyneError(
-                "rates or options of the optimizer were changed between accelerator.backward(loss), which runs the whole step, and "
-                "optimizer.step(): change them before backward"
+        takes_lists = isinstance(data_loader.sampler, BatchSampler)
+        if self._communicator is None:
+            self._communicator = Communicator(
+                rank=self.process_index, world_size=self.num_processes, device=torch.device("cpu")
             )
+        dealer = BatchGroups(
+            alone.sampler if takes_lists else alone.batch_sampler,
+            1 if self.split_batches else self.num_processes,
+            self._communicator,
+            self._shares,
+        )
+        placed = self.device_placement if device_placement is None else device_placement
+        made = _Loader(
+            data_loader.dataset,
+            dealer,
+            self._tell,
+            device=self.device if placed else None,
+            rng_types=[each for each in self.rng_types if each != "generator"],  # rank 0 draws the order
+            _drop_last=dealer.drop_last,
+            _non_blocking=self.non_blocking,
+            use_stateful_dataloader=self.use_stateful_dataloader,
+            **({"sampler": dealer, "batch_size": None} if takes_lists else {"batch_sampler": dealer}),
+            **{name: getattr(data_loader, name) for name in KEPT_OPTIONS},
+        )
+        self._dealers.append(dealer)
+        for replica in self._replicas:
+            replica.follow_samplers(dealer, self._replicas[0])
+        self._dataloaders.append(made)
+        return made
 
-    def _take_options(self) -> None:
-        """Give the optimizer of the script the rates and options of a checkpoint, also of groups that are elsewhere. Collective."""
-        for group, options in zip(
-            cast(Optimizer, self._optimizer).param_groups, self._prepared().group_options(), strict=True
-        ):
-            group.update(options)
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Do nothing: every rank has as many batches, and no sample comes twice."""
+        yield
 
-    def backward(self, loss: Promise) -> None:
-        """The whole step on the batch of the loss: forward, backward, clipping, update."""
-        if not isinstance(loss, Promise):
-            _refuse("calls backward with another loss than the model's own")
-        if loss.value is not None:
-            raise HeterodyneError("backward was called with this loss before")
-        distributed = self._prepared()
-        script = cast(Optimizer, self._optimizer)
-        if self._waits:
-            raise HeterodyneError(
-                "backward was called twice without optimizer.step() between, and each backward here is a whole step: gradients of several "
-                "batches are not accumulated. Let the loader give batches as large as all of them together; their micro-batches are chosen "
-                "by the plan"
-            )
-        self._waits = hasattr(script, "register_step_pre_hook")
-        follow(distributed.optimizer, script)
-        self._followed = list(map(options_of, script.param_groups))
-        result = distributed.step(loss.batch)
-        loss.value, self._norm = result.loss, result.grad_norm
-        distributed.module.zero_grad()
-        if self._waits:
-            _mark_spent(self._trained())
-
-    def clip_grad_norm_(self, parameters: object, max_norm: float) -> float | None:
-        """The norm before the step's clipping. Raises HeterodyneError if the accelerator does not know of it."""
-        if max_norm != self._clip:
-            raise HeterodyneError(f"the step has clipped at {self._clip}: write Accelerator(clip_grad_norm={max_norm})")
-        return self._norm
-
-    def clip_grad_value_(self, parameters: object, clip_value: float) -> NoReturn:
-        """Raise HeterodyneError: the update is made already."""
-        raise HeterodyneError(
-            f"the loop clips gradients by value, at {clip_value:g}, after accelerator.backward(loss), which has made the update already. "
-            "Clip by norm, Accelerator(clip_grad_norm=...), or clamp them in step() of an optimizer of your own"
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Return the loader behind so many global batches of its next epoch."""
+        return (
+            dataloader.behind(num_batches)
+            if isinstance(dataloader, _Loader)
+            else super().skip_first_batches(dataloader, num_batches)
         )
 
-    def gather_for_metrics(self, values: Any) -> Any:
-        """As they are: outputs in eval mode are those of the whole batch on every rank."""
-        return values
+    def free_memory(self, *objects: Any) -> Any:
+        """Let go of what was prepared, as Accelerate does."""
+        self._replicas.clear()
+        self._dealers.clear()
+        return super().free_memory(*objects)
 
-    gather = gather_for_metrics
+    def count(self, model: nn.Module, own: float | Tensor) -> AbstractContextManager[None]:
+        """Say by what this rank's loss divides in the next backward, as `hd.DistributedDataParallel.count`. Collective."""
+        return model.count(own) if isinstance(model, DistributedDataParallel) else nullcontext()
+
+    @torch.no_grad()
+    def mean(self, loss: Tensor | float, own: float | None = None) -> float:
+        """Return the loss of the global batch from each rank's, in training or evaluation. Collective.
+
+        Args:
+            own: what this rank's loss divides by. None: its samples of the batch that was dealt last.
+        """
+        weight = float(own if own is not None else self._last.own if self._last is not None else 1)
+        pair = torch.tensor([weight * float(loss) if weight else 0.0, weight], dtype=torch.float64, device=self.device)
+        total, weights = self.reduce(pair, "sum").tolist()
+        return float(total / weights)
+
+    def gather(self, tensor: Any) -> Any:
+        """Join the tensors of all ranks in the order of the ranks, whatever their leading sizes; that is the order of the global batch.
+
+        What a rank without samples brings comes last, so a script may cut it off.
+        """
+        return recursively_apply(self._gathered, tensor, error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Join them so that each sample of the global batch is there once, to the end of the data."""
+        dealt = self._dealt()
+        if dealt is None:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        try:
+            recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
+        except TypeError:
+            use_gather_object = True
+        if use_gather_object:
+            return gather_object(input_data if dealt.own else input_data[:0])
+        own: Any = recursively_apply(
+            lambda tensor: (tensor if tensor.dim() else tensor[None])[: None if dealt.own else 0], input_data
+        )
+        return self.gather(own)
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        if not (self.use_distributed and tensor.dim()):
+            return super().gather(tensor)  # type: ignore[no-any-return]
+        dealt = self._dealt()
+        own = torch.tensor([len(tensor), int(dealt is None or dealt.own > 0)], device=tensor.device)
+        sizes = super().gather(own).view(-1, 2).tolist()
+        longest = max(size for size, _ in sizes)
+        padded = tensor.new_zeros(longest, *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts = super().gather(padded).split(longest) if longest else [tensor] * len(sizes)
+        of_ranks = sorted(zip(parts, sizes, strict=True), key=lambda of: -of[1][1])
+        return torch.cat([part[:size] for part, (size, _) in of_ranks])
+
+    def _tell(self, dealt: Dealt | None) -> None:
+        self._last = dealt or self._last
+        for replica in self._replicas:
+            replica.deal(dealt)
+
+    def _dealt(self) -> Dealt | None:
+        """Return what was dealt last of the loader that is being read."""
+        loader = self.gradient_state.active_dataloader
+        return loader.dealt if isinstance(loader, _Loader) else None
+
+
+class _Loader(DataLoaderShard):  # type: ignore[misc]
+    """Accelerate's loader, which says what was dealt of each batch as it hands it out."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        dealer: BatchGroups,
+        tell: Callable[[Dealt | None], None],
+        *,
+        behind: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(dataset, **options)
+        self._dealer, self._tell, self._behind, self._given = dealer, tell, behind, options
+        self.dealt: Dealt | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self._dealer.skips = self._behind
+        try:
+            for batch in super().__iter__():
+                self.dealt = self._dealer.hand_out()
+                self._tell(self.dealt)
+                mark(batch, self.dealt)
+                yield batch
+            self._dealer.end()
+        finally:
+            self._tell(None)
+
+    def __len__(self) -> int:
+        return len(self._dealer) - self._behind
 
     @property
-    def is_main_process(self) -> bool:
-        return self._prepared().rank == 0
+    def total_batch_size(self) -> int:
+        """Samples of a global batch."""
+        return self._dealer.global_batch_size
 
-    def print(self, *words: object) -> None:
-        if self.is_main_process:
-            print(*words)  # noqa: T201  # it is what the user asked for
+    def behind(self, batches: int) -> _Loader:
+        """The same, behind so many batches more of each epoch."""
+        made = _Loader(self.dataset, self._dealer, self._tell, behind=self._behind + batches, **self._given)
+        made.iteration = self.iteration
+        return made
 
-    def save_state(self, directory: Path | str, **extra: Any) -> Path:
-        """Weights, optimizer and ``extra`` (the state of a scheduler). Collective."""
-        return self._prepared().save_checkpoint(directory, extra=extra)
+    def state_dict(self) -> dict[str, Any]:
+        """Return what of the epoch was trained on, and the shares."""
+        return self._dealer.state_dict()
 
-    def load_state(self, directory: Path | str) -> dict[str, Any] | None:
-        """The inverse, also under another plan; what was ``extra``, None without any checkpoint. The optimizer has the rates and options
-        of then, so load a scheduler's state after it. Collective.
-        """
-        extra = self._prepared().load_checkpoint(directory)
-        if extra is not None:
-            self._take_options()
-        return extra
-
-    def save_model(self, model: object, directory: Path | str) -> Path:
-        """The weights as `Distributed.save_pretrained`. Collective."""
-        return self._prepared().save_pretrained(directory)
-
-    def phase(self, words: str, limit_s: float = LONGEST_PHASE_S) -> AbstractContextManager[Any]:
-        """Around long work of one rank, as `Distributed.phase`."""
-        return self._prepared().phase(words, limit_s)
-
-    def end_training(self) -> None:
-        """The weights are back in the model. Collective."""
-        _take_away_spent(self._trained())
-        self._prepared().close()
-
-    def _trained(self) -> Iterator[Tensor]:
-        """The parameters that a loop can read gradients of; under a plan that cuts the model those of the optimizer are others."""
-        yield from self._prepared().module.parameters()
-        for group in cast(Optimizer, self._optimizer).param_groups:
-            yield from group["params"]
-
-    def _prepared(self) -> Distributed:
-        if self.distributed is None:
-            raise HeterodyneError("nothing is prepared yet: call prepare(model, optimizer, loader) first")
-        return self.distributed
-
-
-def _refuse(what: str) -> NoReturn:
-    raise HeterodyneError(
-        f"the loop {what}, and the step is not run before accelerator.backward(loss) with the model's own loss: let forward return the "
-        "whole loss, or use hd.distribute(model, batch, loss=...) and trainer.step(batch)"
-    )
-
-
-_AS_THEY_ARE = frozenset(
-    getattr(Tensor, name).__get__
-    for name in (
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "grad_fn",
-        "requires_grad",
-        "is_sparse",
-        "is_meta",
-        "is_cpu",
-        "is_cuda",
-    )
-)
-# Of zero_grad(set_to_none=False), which is as good before the next step.
-_CLEARING = frozenset({Tensor.zero_, Tensor.detach_, Tensor.requires_grad_, torch._foreach_zero_})
-
-
-class _SpentGradient(Tensor):
-    """Raises HeterodyneError for all that is done with it, but to clear it or to ask of what shape it is."""
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if function in _CLEARING:
-            return args[0]
-        if function in _AS_THEY_ARE:
-            return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        raise HeterodyneError(
-            f"the loop calls {getattr(function, '__name__', 'a function')} on a gradient after accelerator.backward(loss), which has made "
-            "the update already, from gradients that are on several ranks. Clip by Accelerator(clip_grad_norm=...), whose clip_grad_norm_ "
-            "gives the norm; what is done to each value of a gradient, such as clamp, write into step() of an optimizer of your own"
-        )
-
-
-def _mark_spent(parameters: Iterable[Tensor]) -> None:
-    """Put one in place of the gradient of each parameter that is trained."""
-    with torch._C.DisableTorchFunctionSubclass():  # also where not every rank holds it, and uses of it are refused
-        for parameter in parameters:
-            if parameter.requires_grad:
-                value = torch.empty((), dtype=gradient_dtype(parameter), device=parameter.device)
-                parameter.grad = value.expand(parameter.shape).as_subclass(_SpentGradient)
-
-
-def _take_away_spent(parameters: Iterable[Tensor]) -> None:
-    """Leave no gradient where one was marked."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for parameter in parameters:
-            if isinstance(parameter.grad, _SpentGradient):
-                parameter.grad = None
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self._dealer.load_state_dict(state)
+        self.iteration = state["epoch"]
