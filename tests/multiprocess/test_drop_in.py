@@ -540,3 +540,24 @@ def leaves_out(world: World) -> str:
 def test_a_rank_that_leaves_a_backward_out_is_named(pool: Any) -> None:
     for said in pool.run(2, leaves_out):
         assert said.startswith("rank 1 had a batch without a backward")
+
+
+def second_alone(world: World) -> list[int]:
+    """The samples of each step of this rank, where the first model of the loader is a teacher, which is never trained."""
+    teacher, model = (hd.DistributedDataParallel(Residual().double()) for _ in range(2))
+    loader = hd.prepare_loader(torch.utils.data.DataLoader(Samples(96), batch_size=4), teacher, model)
+    model._pace.__class__ = Paced  # type: ignore[assignment]
+    Paced.rank = world.rank
+    counts = []
+    for batch in loader:
+        counts.append(len(batch["x"]))
+        with torch.no_grad():
+            teacher(batch["x"])
+        classified(model, batch).backward()
+    return counts
+
+
+def test_shares_follow_the_model_that_is_trained(pool: Any) -> None:
+    for rank, counts in enumerate(pool.run(3, second_alone)):
+        assert counts[0] == 4
+        assert counts[-1] == (6, 4, 2)[rank]
