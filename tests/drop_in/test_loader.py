@@ -37,6 +37,17 @@ class OwnPart(Sampler[int]):
         return iter([3, 4])
 
 
+class Backwards(EqualSampler[Any]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(DATA))[::-1])
+
+
+class Doubling(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        for (x,) in super().__iter__():
+            yield 2 * x
+
+
 @pytest.fixture
 def model() -> Iterator[Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -75,7 +86,9 @@ def test_the_order_is_that_of_the_scripts_own_sampler(model: Any) -> None:
         (lambda: [torch.zeros(1)], "a list is no DataLoader"),
         (lambda: DataLoader(Stream()), "IterableDataset.*leave prepare_loader out"),
         (lambda: DataLoader(DATA, batch_sampler=[[0], [1]]), "make it hd.DistributedSampler"),
-        (lambda: DataLoader(DATA, batch_size=None), "make it hd.DistributedSampler"),
+        (lambda: DataLoader(DATA, batch_size=None), "it has no batches"),
+        (lambda: Doubling(DATA), "Doubling has an __iter__ of its own"),
+        (lambda: DataLoader(DATA, sampler=Backwards(DATA, 1, 0)), "Backwards has an order of its own"),
         (lambda: DataLoader(DATA, sampler=OwnPart()), "OwnPart gives each rank samples of its own"),
         (lambda: DataLoader(DATA, sampler=EqualSampler(DATA, 2, 0)), "for 2 ranks, and there are 1"),
         (lambda: DataLoader(Endless(), sampler=iter([0])), "it has no length"),
@@ -84,6 +97,22 @@ def test_the_order_is_that_of_the_scripts_own_sampler(model: Any) -> None:
 def test_a_loader_that_cannot_be_dealt_is_told_why(model: Any, loader: Any, told: str) -> None:
     with pytest.raises(hd.HeterodyneError, match=told):
         hd.prepare_loader(loader(), model)
+
+
+def test_an_order_that_is_drawn_anew_is_not_resumed_in_the_middle(model: Any) -> None:
+    loader: Any = hd.prepare_loader(DataLoader(DATA, batch_size=4, shuffle=True), model)
+    next(batches := iter(loader))
+    state = loader.state_dict()
+    del batches
+    with pytest.raises(hd.HeterodyneError, match="draws another order each time"):
+        loader.load_state_dict(state)
+
+
+def test_the_mean_before_any_forward_and_a_lazy_model_are_refused(model: Any) -> None:
+    with pytest.raises(hd.HeterodyneError, match="there was none yet"):
+        model.mean(1.0)
+    with pytest.raises(hd.HeterodyneError, match="'weight' has no shape before the first forward"):
+        hd.DistributedDataParallel(nn.LazyLinear(1))
 
 
 def test_what_is_asked_for_in_vain_is_told_by_name(model: Any) -> None:

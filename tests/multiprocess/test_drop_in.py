@@ -494,6 +494,46 @@ def test_what_is_wrong_is_named(pool: Any) -> None:
         assert "'labels'" in found["labels"]
 
 
+def in_evaluation(world: World) -> tuple[list[float], list[str], int]:
+    """Errors of the means of a validation, behind a training whose last batch is small; what is said of loaders of a rank's part; and the
+    batches of an epoch of 13 samples of which PyTorch leaves out the rest."""
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(13, WIDTH), torch.randint(0, CLASSES, (13,)))
+    ddp = hd.DistributedDataParallel(nn.Linear(WIDTH, CLASSES))
+    alone = copy.deepcopy(ddp.module)
+    loader: Any = hd.prepare_loader(torch.utils.data.DataLoader(data, 6), ddp, shares=[3, 1])
+    for x, y in loader:
+        F.cross_entropy(ddp(x), y).backward()
+    errors = []
+    with torch.no_grad():
+        for (x, y), first in zip(loader, (0, 12), strict=True):
+            inputs, targets = (tensor[first : first + 12] for tensor in data.tensors)
+            wanted = F.cross_entropy(alone(inputs), targets)
+            errors.append(abs(ddp.mean(F.cross_entropy(ddp(x), y)) - wanted.item()))
+        own = slice(0, 10) if world.rank == 0 else slice(10, 13)  # of no loader
+        mean = ddp.mean(F.cross_entropy(ddp(data.tensors[0][own]), data.tensors[1][own]))
+        errors.append(abs(mean - F.cross_entropy(alone(data.tensors[0]), data.tensors[1]).item()))
+    part = list(range(world.rank, 12, 2))
+    said = []
+    for made in (
+        torch.utils.data.DataLoader(data, 2, sampler=torch.utils.data.SubsetRandomSampler(part)),
+        torch.utils.data.DataLoader(torch.utils.data.Subset(data, part), 2),
+    ):
+        with pytest.raises(hd.HeterodyneError) as caught:
+            hd.prepare_loader(made, ddp)
+        said.append(str(caught.value))
+    equal = torch.utils.data.DistributedSampler(data, 2, world.rank, drop_last=True)
+    return errors, said, len(hd.prepare_loader(torch.utils.data.DataLoader(data, 3, sampler=equal), ddp))
+
+
+def test_means_of_a_validation_are_those_of_its_own_batches(pool: Any) -> None:
+    for errors, said, batches in pool.run(2, in_evaluation):
+        assert max(errors) <= 1e-6
+        assert "has no sample of that of rank 0" in said[0]
+        assert "unlike subsets" in said[1]
+        assert batches == 2
+
+
 def copies(world: World) -> list[str]:
     """A copy and an average of a model with BatchNorm; what is saved has PyTorch's names."""
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ Everything else is PyTorch's own: buckets, hooks, ``no_sync``, unused parameters
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
 import torch
@@ -64,6 +65,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         super().__init__(*given.args, **given.kwargs)
         self._loss_count: LossCount | None = loss_count
         self._dealt: Dealt | None = None
+        self._evaluated: Callable[[], float] | None = (
+            None  # what the last forward counts, if it was one without gradients
+        )
         self._checked = False
         self._samplers: list[DistributedSampler] = []
         process_group = self._connect(communicator)
@@ -101,7 +105,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module on this rank's samples, as PyTorch's DDP does."""
         if not torch.is_grad_enabled():
+            self._evaluated = lambda: self._own_count(inputs, kwargs)
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        self._evaluated = None
         if not hasattr(self, "_reduction"):  # a copy
             self._connect(communicator_for(self.module))
         if self.require_backward_grad_sync:
@@ -147,13 +153,27 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._reduction.told = True
         return _Counted(self._reduction)
 
+    def _own_count(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        dealt = dealt_of((inputs, kwargs)) or self._dealt
+        if dealt is not None and (not dealt.own or self._loss_count in _BY_SAMPLES):
+            return dealt.own
+        return self._count(inputs, kwargs)
+
     @torch.no_grad()
     def mean(self, loss: Tensor | float) -> float:
-        """Return the loss of the global batch, from each rank's loss of the last forward. Collective."""
-        factor = self._reduction.factor()
-        total = torch.tensor([factor * float(loss) if factor else 0.0], dtype=torch.float64)
-        self._communicator.control.all_reduce(total).wait()
-        return total.item()
+        """Return the loss of the global batch, from each rank's loss of the last forward, with gradients or without. Collective."""
+        if self._evaluated is not None:
+            own = self._evaluated()
+            factor = own if self._reduction.scale is None else self._reduction.scale * (own > 0)
+        elif self._reduction.weight is not None:
+            own = factor = self._reduction.factor()
+        else:
+            raise HeterodyneError("mean(loss) is of the last forward of this model, and there was none yet")
+        sums = torch.tensor([factor * float(loss) if factor else 0.0, own], dtype=torch.float64)
+        self._communicator.control.all_reduce(sums).wait()
+        total, counted = sums.tolist()
+        mean: float = total / counted if self._evaluated is not None and self._reduction.scale is None else total
+        return mean
 
     def deal(self, dealt: Dealt | None) -> None:
         """Called by the loader: whose samples the next forward gets; None: its samples are not known."""

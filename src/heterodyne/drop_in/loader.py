@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset
 from torch.utils.data import DistributedSampler as EqualSampler
 
 from heterodyne.drop_in.data_parallel import DistributedDataParallel
 from heterodyne.drop_in.sampler import DistributedSampler, mark
 from heterodyne.errors import HeterodyneError
+from heterodyne.runtime.checkpoint.random_state import unchanged_random_state
+from heterodyne.runtime.comm.communicator import Communicator
 
 __all__ = ["KEPT_OPTIONS", "prepare_loader"]
 
@@ -108,8 +110,12 @@ def prepare_loader(
         )
         if equal:
             own.follow_epoch_of(given)
+            own.samples = given.total_size if given.drop_last else own.samples
         elif not isinstance(given, SequentialSampler):
+            _require_same_samples(given, communicator)
             own.order = lambda: communicator.broadcast_object(list(given) if communicator.rank == 0 else [], 0)
+            own.can_resume = False
+    _require_same_part(loader.dataset, communicator)
     sizes = communicator.all_gather_object((len(own.dataset), own.global_batch_size, own.shares))
     if any(each != sizes[0] for each in sizes):
         lines = [
@@ -121,6 +127,34 @@ def prepare_loader(
     for model in models:
         model.follow_samplers(own, models[0])
     return _Loader(loader, own, models)
+
+
+def _require_same_samples(sampler: Any, communicator: Communicator) -> None:
+    """Raise HeterodyneError, on every rank, where samplers draw from parts that have nothing in common. Collective."""
+    with unchanged_random_state():
+        before = sampler.generator.get_state() if getattr(sampler, "generator", None) is not None else None
+        own = frozenset(map(int, sampler))
+        if before is not None:
+            sampler.generator.set_state(before)
+    if len(set(communicator.all_gather_object(hash(own)))) == 1:
+        return
+    drawn = communicator.all_gather_object(own)
+    apart = [rank for rank, of in enumerate(drawn) if of and drawn[0].isdisjoint(of)]
+    if apart:
+        raise _refusal(
+            f"the {type(sampler).__name__} of rank {apart[0]} has no sample of that of rank 0: give every rank a sampler of all samples, "
+            "which are dealt by shares"
+        )
+
+
+def _require_same_part(dataset: Any, communicator: Communicator) -> None:
+    """Raise HeterodyneError, on every rank, where the ranks have unlike subsets of a dataset. Collective."""
+    own = list(map(int, dataset.indices)) if isinstance(dataset, Subset) else None
+    of_ranks = communicator.all_gather_object(None if own is None else hash(tuple(own)))
+    if any(of != of_ranks[0] for of in of_ranks):
+        raise _refusal(
+            "the ranks have unlike subsets of the dataset: give every rank all of it, which is dealt by shares"
+        )
 
 
 def _require_dealable(loader: Any) -> None:
@@ -137,6 +171,14 @@ def _require_dealable(loader: Any) -> None:
     sampler: Any = loader.sampler
     if isinstance(loader.batch_sampler, DistributedSampler) or isinstance(sampler, DistributedSampler):
         return
+    if type(loader).__iter__ not in (DataLoader.__iter__, _Loader.__iter__):
+        raise _refusal(
+            f"{type(loader).__name__} has an __iter__ of its own, which would not run: do that in collate_fn or in the loop"
+        )
+    if loader.batch_size is None and loader.batch_sampler is None:
+        raise _refusal(
+            "it has no batches (batch_size=None): give it a batch size, of a rank where all have as many samples"
+        )
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise _refusal(
             "its batch_sampler says how many samples a batch has: make it hd.DistributedSampler(dataset, batch_size=...)"
@@ -144,6 +186,10 @@ def _require_dealable(loader: Any) -> None:
     equal = isinstance(sampler, EqualSampler)
     if equal and sampler.num_replicas != dist.get_world_size():
         raise _refusal(f"its sampler is for {sampler.num_replicas} ranks, and there are {dist.get_world_size()}")
+    if equal and type(sampler).__iter__ is not EqualSampler.__iter__:
+        raise _refusal(
+            f"{type(sampler).__name__} has an order of its own for each rank: use a sampler of the order of all samples"
+        )
     if not equal and any(hasattr(sampler, name) for name in ("num_replicas", "rank", "world_size")):
         raise _refusal(f"its {type(sampler).__name__} gives each rank samples of its own: use hd.DistributedSampler")
     if not hasattr(loader.dataset if isinstance(sampler, EqualSampler | SequentialSampler) else sampler, "__len__"):

@@ -22,6 +22,8 @@ __all__ = ["loss_in", "require_count"]
 
 def loss_in(output: Any) -> Tensor | None:
     """The loss, if it is all that there is, or in the place where Transformers has it; else None."""
+    if isinstance(output, tuple | list) and output and not hasattr(output, "loss"):
+        output = output[0]  # the loss comes first, as in Transformers
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     return found if isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point() else None
 

@@ -37,7 +37,7 @@ class GradientReduction:
         self.told = False  # the weight was said, and holds until the next reduction
         self._process_group = process_group
         self._parameters = parameters
-        self._scale = scale
+        self.scale = scale
         self._unsynced: LossWeight | None = None  # of what has been accumulated and not reduced
         self._set_aside: dict[nn.Parameter, Tensor] = {}  # weighted: what is kept while the weight is 0
         self._sizes: dict[int, tuple[int, torch.dtype]] = {}
@@ -51,7 +51,7 @@ class GradientReduction:
 
     def _factor_of(self, weight: LossWeight) -> float:
         """Its weight; for a sum the scale, but 0 for a batch that is not this rank's."""
-        return weight.value if self._scale is None else self._scale * (weight.own > 0)
+        return weight.value if self.scale is None else self.scale * (weight.own > 0)
 
     def prepare(self) -> None:
         """Take the memory for the buckets, once PyTorch has settled on them. Collective, between two reductions."""

@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from torch import Tensor, nn
 
-from heterodyne.errors import WorkerError
+from heterodyne.errors import HeterodyneError, WorkerError
 from heterodyne.runtime.comm.communicator import Communicator
 
 __all__ = ["compared", "require_same_model"]
@@ -24,6 +24,11 @@ def compared(module: nn.Module) -> dict[str, Tensor]:
 
 def require_same_model(communicator: Communicator, module: nn.Module) -> None:
     """Raise WorkerError on every rank if parameters or buffers differ in name, shape, dtype or in whether they are trained. Collective."""
+    unmade = next((name for name, p in compared(module).items() if nn.parameter.is_lazy(p)), None)
+    if unmade is not None:
+        raise HeterodyneError(
+            f"{unmade!r} has no shape before the first forward: run one (a dry run) before the model is wrapped"
+        )
     own = [_line(name, tensor) for name, tensor in compared(module).items()]
     of_ranks = communicator.all_gather_object(own)
     wrong = [

@@ -76,6 +76,10 @@ class DistributedSampler(Sampler[list[int]]):
         shares: Sequence[float] | None = None,
     ) -> None:
         self.dataset = dataset
+        self.samples = len(dataset)
+        """Of an epoch."""
+        self.can_resume = True
+        """Whether the order of an epoch can be had again."""
         self.num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
         self.rank = dist.get_rank() if rank is None else rank
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
@@ -124,7 +128,7 @@ class DistributedSampler(Sampler[list[int]]):
         self._decides = sampler
 
     def __len__(self) -> int:
-        batches, rest = divmod(len(self.dataset), self.global_batch_size)
+        batches, rest = divmod(self.samples, self.global_batch_size)
         return batches + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -198,6 +202,11 @@ class DistributedSampler(Sampler[list[int]]):
             raise CheckpointError(
                 f"no state of a sampler ({error!r}): it has 'epoch', 'samples' and 'shares'"
             ) from error
+        if samples and not self.can_resume:
+            raise CheckpointError(
+                "this sampler draws another order each time, so the samples that are left of the epoch are not known: use a "
+                "DistributedSampler (of torch or hd), whose order follows from seed and epoch"
+            )
         self.set_epoch(epoch)
         self._done, self._resumes = (epoch, samples), True
         if len(shares) == self.num_replicas and not self.fixed:
@@ -205,9 +214,9 @@ class DistributedSampler(Sampler[list[int]]):
 
     def _shuffled(self) -> Sequence[int]:
         if not self.shuffle:
-            return range(len(self.dataset))
+            return range(self.samples)
         drawn = torch.randperm(len(self.dataset), generator=torch.Generator().manual_seed(self.seed + self.epoch))
-        return drawn.tolist()
+        return drawn[: self.samples].tolist()
 
 
 def _require_shares(shares: Sequence[float] | None, ranks: int) -> tuple[float, ...]:
