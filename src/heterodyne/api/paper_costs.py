@@ -63,7 +63,7 @@ def costs_of_job(
 
 
 def paper_software(job: Job, framework: str | None = None) -> Software:
-    """Of a framework that will run the plan; None: this library on PyTorch."""
+    """Return the software of a framework that will run the plan; None: this library on PyTorch."""
     # fp16 is trained in where it is asked for, not in the place of bf16.
     instead = job.training.precision == "auto"
     return software_of(framework) if framework is not None else replace(software_of(None), fp16=instead)

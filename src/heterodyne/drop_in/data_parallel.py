@@ -252,7 +252,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle has: it joins the ranks by itself when it is trained."""
+        """Return what a copy or a pickle has: it joins the ranks by itself when it is trained."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         kept = {name: value for name, value in state.items() if name not in _OF_CONNECTION}
         return kept | {"_samplers": [], "_dealt": None, "_comm_hooks": []}

@@ -74,7 +74,7 @@ def samples_in(value: Any) -> int | None:
 
 
 def count_of(loss_count: LossCount, forward: Callable[..., Any]) -> Count:
-    """What counts in the arguments of ``forward``. Raises HeterodyneError for a word that is not known."""
+    """Return what counts in the arguments of ``forward``. Raises HeterodyneError for a word that is not known."""
     if callable(loss_count):
         counted = loss_count
         return lambda inputs, keywords: _number(counted(*inputs, **keywords))

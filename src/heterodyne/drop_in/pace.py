@@ -2,7 +2,7 @@
 
 From the moment in which the gradients of one step are reduced to the one in which the last bucket of the next is ready, a rank does its own
 work: update, data, forward and backward. What comes behind is waiting for others. On an accelerator, where the host runs ahead,
-its own events tell what lies between the begin of the forward and the last bucket.
+its own events tell what is between the begin of the forward and the last bucket.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Pace:
 
     @property
     def is_due(self) -> bool:
-        """Whether enough steps were seen to look at them; after the same step on every rank."""
+        """Return whether enough steps were seen to look at them; after the same step on every rank."""
         return len(self._steps) >= self._window
 
     def note_forward(self, samples: int) -> None:
@@ -90,7 +90,7 @@ class Pace:
         self._waits.append((self._waits_since, self._moment()))
 
     def take(self) -> tuple[float, float]:
-        """Return the seconds of a sample and of all steps since the last call, and begin anew, with a longer look."""
+        """Return the seconds of a sample and of all steps since the last call, and begin again, with a longer look."""
         steps = list(self._steps)
         self._steps.clear()
         self._window = min(_LONGEST, 2 * self._window)

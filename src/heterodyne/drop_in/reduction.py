@@ -3,7 +3,7 @@
 PyTorch's reducer collects gradients into buckets and hands each one, as it is full, to `GradientReduction.reduce`; what comes back are
 the gradients of the mean over the global batch.
 
-Micro-batches that are accumulated under ``no_sync`` lie in ``.grad`` unweighted, and get the weight of the last one when they are reduced.
+Micro-batches that are accumulated under ``no_sync`` are in ``.grad`` unweighted, and get the weight of the last one when they are reduced.
 Where weights differ, `follow` rescales what is there by w_old / w_new before the next backward, so that each counts by its own.
 """
 

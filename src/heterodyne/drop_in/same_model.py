@@ -1,4 +1,4 @@
-"""Whether all ranks have the same model, told by name before PyTorch compares shapes."""
+"""Whether all ranks have the same model, said by name before PyTorch compares shapes."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class DistributedSampler(Sampler[list[int]]):
         return self.batch_size * self.num_replicas
 
     def deal(self, samples: int) -> tuple[int, ...]:
-        """How many of so many samples each rank takes."""
+        """Return how many of so many samples each rank takes."""
         return dealt_by_speed(self.shares, samples)
 
     @property

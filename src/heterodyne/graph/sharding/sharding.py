@@ -78,7 +78,7 @@ class Sharding:
 
     @property
     def divides(self) -> bool:
-        """Whether the devices divide any op along this axis."""
+        """Return whether the devices divide any op along this axis."""
         return any(strategy.divides for strategy in self.strategies.values())
 
     def sizes(self, ref: Ref, layout: Layout, samples: int) -> tuple[int, ...]:

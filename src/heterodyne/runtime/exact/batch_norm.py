@@ -64,7 +64,7 @@ class GlobalBatchNorm(Interception):
         self._forwards, self._calls = self._forwards + 1, 0
 
     def over_all(self, sums: Tensor) -> Tensor:
-        """What this rank's loss would find for ``sums`` if it were the loss of all. Collective."""
+        """Return what this rank's loss would find for ``sums`` if it were the loss of all. Collective."""
         weight = self._weight()
         weighted = sums.mul_(weight) if weight else torch.zeros_like(sums)  # a loss that counts nothing may be NaN
         self._sum(weighted)
