@@ -27,7 +27,7 @@ FILES = {
     "number.py": "def build():\n    return 3\n",
     "lossless.py": "from torch import nn\nclass M(nn.Module):\n    def forward(self, input_ids, labels): return None\nbuild = M\n",
     "text.json": "{oops",
-    "many.yaml": "name: many\nnodes: [{name: here, devices: [{kind: cpu, count: 100000, memory: 1 GiB}]}]\n",
+    "many.yaml": "name: many\nnodes: [{name: here, devices: [{kind: cpu, count: 4000, memory: 1 GiB}]}]\n",
     "profile.json": json.dumps({"version": PROFILE_VERSION, "key": "x", "devices": {}, "links": [], "kinds": {}}),
     "old.json": '{"version": 0}',
 }  # fmt: skip
@@ -97,7 +97,7 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "has 100 rows (0 ... 99): the data and the model must be of one tokenizer",
         ),
         ((*TRAIN, "--cluster", "small.yaml"), "it lacks"),
-        ((*TRAIN, "--cluster", "many.yaml"), "many.yaml: it has 100,000 devices, a worker each, and with"),
+        ((*TRAIN, "--cluster", "many.yaml"), "many.yaml: it has 4,000 devices, a worker each, and with"),
         (("plan", "job.yaml", "--out", "no/plan.json"), "--out no/plan.json: there is no directory no"),
         (("report", "nowhere"), "nowhere is not a directory"),
         (("report", "holds"), "holds is no run"),

@@ -34,6 +34,7 @@ from heterodyne.runtime.records.run_records import RunRecords
 from heterodyne.runtime.same_batch import digest, is_looked_at, require_same
 from heterodyne.runtime.skipped import SkippedSteps, require_finite
 from heterodyne.runtime.slices import BatchSource, is_source
+from heterodyne.runtime.stages.host_link import Readback
 from heterodyne.runtime.step_result import StepResult
 from heterodyne.runtime.weights.between_steps import require_alike
 from heterodyne.runtime.worker import Worker
@@ -45,6 +46,7 @@ DATA, EXTRA, REGISTERED = "data", "extra", "registered"
 """Entries of a checkpoint that are not the worker's: the position in the data of a job; ``extra`` and registered objects of a loop."""
 
 Batch = Mapping[str, Tensor] | BatchSource
+_ENDS_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +117,7 @@ class Engine:
         self._extra = False  # scripts keep something in checkpoints that nobody else knows
         self._stopping: Callable[[], bool] = lambda: False
         self._unnoted: Callable[[], None] | None = None  # writes down the last step, once the device has decided it
+        self._late: Readback | None = None  # what the device has decided by
         self._loss: float | None = None
         self._validation: float | None = None
         self.longest_s: float | None = None
@@ -171,7 +174,7 @@ class Engine:
         self._loss = result.loss
         self._note_last()
         done, memory_bytes = self.done, self._peak_memory_bytes() if self._writes else 0
-        self._unnoted = lambda: self._note(result, done, seconds, memory_bytes)
+        self._unnoted, self._late = (lambda: self._note(result, done, seconds, memory_bytes)), result.late
         if result.late is None:  # else its norm is there when the next step has its loss
             self._note_last()
         return result
@@ -184,6 +187,15 @@ class Engine:
         note, self._unnoted = self._unnoted, None
         if note is not None:
             note()
+
+    def _note_in_time(self) -> None:
+        """Write down the last step where a run breaks off, if the device ends it in a moment; others may not take part any more."""
+        until = time.monotonic() + _ENDS_S
+        while self._late is not None and not self._late.has_come and time.monotonic() < until:
+            time.sleep(0.01)
+        if self._late is None or self._late.has_come:
+            with suppress(Exception):  # the run ends of something else
+                self._note_last()
 
     def _note(self, result: StepResult, done: int, seconds: float, memory_bytes: int) -> None:
         """Write down what a step came to. Raises NumericsError if too many in a row were skipped."""
@@ -286,6 +298,7 @@ class Engine:
         if self._rescue is not None:
             with self._worker.aside():
                 self._rescue.write()
+            self._note_in_time()
 
     def outcome(self, *, interrupted: bool) -> Outcome:
         self._note_last()
@@ -300,6 +313,7 @@ class Engine:
 
     def close(self) -> None:
         """End the records. On any rank, also where the others do not come any more."""
+        self._note_in_time()
         self._records.close()
 
     def _stopped(self, error: NumericsError) -> NumericsError:

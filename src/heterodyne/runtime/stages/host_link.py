@@ -40,6 +40,11 @@ class Readback:
             copy(self._numbers, self._made)
         self._event = side.record_event()
 
+    @property
+    def has_come(self) -> bool:
+        """Whether they are there."""
+        return self._event is None or self._event.query()
+
     def get(self) -> list[float]:
         """Return them. Waits for what made them, and for nothing that the device was asked for after them."""
         if self._event is not None:
