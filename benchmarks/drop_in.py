@@ -22,6 +22,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from emulation import EQUAL, UNEQUAL, emulated, in_rounds, ratios, worker_arguments
+from host_overhead import CLASSES, WIDTH
+from host_overhead import model as blocks
 from results import ROOT, Results, arguments, spread
 from two_workers import two_workers
 
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__)
 CLIP = 1.0
-BLOCKS, WIDTH, CLASSES = 8, 8, 4
 STEPS = 40
 PARTS = ("unequal", "equal", "host")
 
@@ -155,22 +156,6 @@ def worker(options: argparse.Namespace, size: Size) -> None:
     if dist.get_rank() == 0:
         options.out.write_text(json.dumps({**found.seconds, "counts": counts}))
     dist.destroy_process_group()
-
-
-def blocks() -> torch.nn.Module:
-    import torch
-    from torch import nn
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.down(torch.tanh(self.up(x)))
-
-    torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(BLOCKS)), nn.Linear(WIDTH, CLASSES))
 
 
 def host_worker(rounds: int, folder: str) -> None:

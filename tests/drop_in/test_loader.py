@@ -122,6 +122,8 @@ def test_what_is_asked_for_in_vain_is_told_by_name(model: Any) -> None:
             hd.prepare_loader(loader, *models)  # type: ignore[arg-type]
     with pytest.raises(hd.HeterodyneError, match="one positive number for each of the 1 ranks"):
         hd.prepare_loader(loader, model, shares=[0.5, 0.5])
+    with pytest.raises(hd.HeterodyneError, match="shares are 'fast': give one positive number"):
+        hd.prepare_loader(loader, model, shares="fast")  # type: ignore[arg-type]
     for options, told in (
         ({"loss_count": "words"}, "'words'; it is 'samples', 'tokens'"),
         ({"mixed_precision": object(), "device_mesh": object()}, "(?s)mixed_precision: .*autocast.*device_mesh: "),

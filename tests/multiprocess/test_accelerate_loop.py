@@ -266,6 +266,8 @@ def refusals(world: World) -> dict[str, str]:
     hook: Any = DistributedDataParallelKwargs(comm_hook="fp16")
     with accelerator_of(world, kwargs_handlers=[hook]) as accelerator:
         refused("hook", lambda: accelerator.prepare(Classifier()))
+        refused("shares", lambda: Accelerator(cpu=True, shares=[1, -1]))
+        refused("word", lambda: Accelerator(cpu=True, loss_count="words"))  # type: ignore[arg-type]
         refused("stream", lambda: accelerator.prepare(DataLoader(Stream(), batch_size=2)))
         parted = DataLoader(Samples(), sampler=torch.utils.data.DistributedSampler(Samples()))
         refused("parted", lambda: accelerator.prepare(parted))
@@ -286,6 +288,8 @@ def test_what_cannot_be_is_refused_in_words(pool: Pool) -> None:
     for found in pool.run(2, refusals_of_two):
         assert "fsdp_plugin: a model that does not fit one device is for hd.distribute" in found["plugins"]
         assert "deepspeed_plugin: " in found["plugins"]
+        assert "one positive number for each of the 2 ranks" in found["shares"]
+        assert "loss_count is 'words'" in found["word"]
         assert "a communication hook averages" in found["hook"]
         assert "leave shares= out" in found["stream"]
         assert "without __len__" in found["endless"]

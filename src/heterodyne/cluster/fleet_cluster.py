@@ -12,6 +12,7 @@ from heterodyne.cluster.catalog import find
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cluster.spec import Cluster, Device, Link
 from heterodyne.errors import ClusterError
+from heterodyne.units import counted
 
 __all__ = ["MOST_LISTED_DEVICES", "MOST_LISTED_NODES", "cluster_of", "fleet_of"]
 
@@ -29,7 +30,8 @@ def cluster_of(fleet: Fleet) -> Cluster:
     nodes = sum(group[0].nodes for group in _groups(fleet))
     if fleet.devices > MOST_LISTED_DEVICES or nodes > MOST_LISTED_NODES:
         raise ClusterError(
-            f"fleet {fleet.name!r} has {fleet.devices:,} devices in {nodes:,} nodes; device by device at most {MOST_LISTED_DEVICES:,} "
+            f"fleet {fleet.name!r} has {counted(fleet.devices, 'device')} in {counted(nodes, 'node')}; "
+            f"device by device at most {MOST_LISTED_DEVICES:,} "
             f"in {MOST_LISTED_NODES:,} can be listed: take some of its pools"
         )
     devices: list[Device] = []

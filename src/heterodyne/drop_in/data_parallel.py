@@ -130,12 +130,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._pace.note_forward(samples)
         if reduction.told and reduction.weight is not None:
             weight = reduction.weight
-        elif dealt is not None and (not dealt.own or self._loss_count in _BY_SAMPLES):
-            known: float | None = dealt.total if self._loss_count in _BY_SAMPLES else None
-            weight = LossWeight(dealt.own, known, self._communicator.control)
         else:
-            known = 1.0 if self._loss_count in _SUMS else None
-            weight = LossWeight(self._count(inputs, kwargs), known, self._communicator.control)
+            total = 1.0 if self._loss_count in _SUMS else None
+            if dealt is not None and self._loss_count in _BY_SAMPLES:
+                total = dealt.total
+            weight = LossWeight(self._own_count(inputs, kwargs), total, self._communicator.control)
         reduction.follow(weight, accumulates=not self.require_backward_grad_sync)
 
     def count(self, own: float | Tensor) -> _Counted:
@@ -154,6 +153,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         return _Counted(self._reduction)
 
     def _own_count(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Return what this rank's loss of a forward divides by."""
         dealt = dealt_of((inputs, kwargs)) or self._dealt
         if dealt is not None and (not dealt.own or self._loss_count in _BY_SAMPLES):
             return dealt.own

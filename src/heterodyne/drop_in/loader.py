@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from torch.utils.data import DistributedSampler as EqualSampler
 
 from heterodyne.drop_in.data_parallel import DistributedDataParallel
-from heterodyne.drop_in.sampler import DistributedSampler, mark
+from heterodyne.drop_in.sampler import Dealt, DistributedSampler, handed_out, require_shares
 from heterodyne.errors import HeterodyneError
 from heterodyne.runtime.checkpoint.random_state import unchanged_random_state
 from heterodyne.runtime.comm.communicator import Communicator
@@ -46,17 +46,11 @@ class _Loader(DataLoader[Any]):
         sampler.read_ahead()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # an iterator, as every loader's
-        try:
-            for batch in super().__iter__():
-                dealt = self._dealer.hand_out()
-                for model in self._models:
-                    model.deal(dealt)
-                mark(batch, dealt)
-                yield batch
-            self._dealer.end()
-        finally:
-            for model in self._models:
-                model.deal(None)
+        return handed_out(super().__iter__(), self._dealer, self._tell)
+
+    def _tell(self, dealt: Dealt | None) -> None:
+        for model in self._models:
+            model.deal(dealt)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what of the epoch was trained on, and the shares."""
@@ -94,7 +88,7 @@ def prepare_loader(
         own.batch_size = own.batch_size or loader.batch_size
         own.drop_last = own.drop_last or bool(loader.drop_last)
         if shares is not None:
-            own.shares, own.fixed = DistributedSampler(own.dataset, shares=shares).shares, True
+            own.shares, own.fixed = require_shares(shares, own.num_replicas), True
     else:
         equal = isinstance(given, EqualSampler)
         dataset: Any = loader.dataset if equal or isinstance(given, SequentialSampler) else given

@@ -8,7 +8,7 @@ end, so that ranks have as many. Here a rank for which none is left gets one sam
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils.data import Sampler
 from heterodyne.errors import CheckpointError, DataError, HeterodyneError
 from heterodyne.graph.sharding.dealing import dealt_by_speed
 
-__all__ = ["Dealt", "DistributedSampler", "dealt_of", "mark"]
+__all__ = ["Dealt", "DistributedSampler", "dealt_of", "handed_out", "require_shares"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,6 @@ class Dealt:
     own: int
     total: int
     end: int
-
-
-def mark(batch: Any, dealt: Dealt) -> None:
-    """Note on the tensors of a batch what it is of the global one, for a loop that reads batches before it trains on them."""
-    for tensor in _tensors_in(batch):
-        tensor.dealt = dealt  # type: ignore[attr-defined]
 
 
 def dealt_of(batch: Any) -> Dealt | None:
@@ -49,6 +43,25 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
         yield value
     for part in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
         yield from _tensors_in(part)
+
+
+def handed_out(
+    batches: Iterable[Any], dealer: DistributedSampler, tell: Callable[[Dealt | None], None]
+) -> Iterator[Any]:
+    """Yield batches that were drawn by ``dealer``, and ``tell`` what each is of its global batch; None at the end.
+
+    Tensors of a batch have it too (`dealt_of`), for a loop that reads batches before it trains on them.
+    """
+    try:
+        for batch in batches:
+            dealt = dealer.hand_out()
+            tell(dealt)
+            for tensor in _tensors_in(batch):
+                tensor.dealt = dealt  # type: ignore[attr-defined]
+            yield batch
+        dealer.end()
+    finally:
+        tell(None)
 
 
 class DistributedSampler(Sampler[list[int]]):
@@ -88,7 +101,7 @@ class DistributedSampler(Sampler[list[int]]):
         self._decides: EqualSampler[Any] | None = None  # the script's own sampler, whose epoch it sets
         self.order: Callable[[], Sequence[int]] = self._shuffled
         self.fixed = shares is not None
-        self.shares = _require_shares(shares, self.num_replicas)
+        self.shares = require_shares(shares, self.num_replicas)
         self.drawn = self.handed_out = (
             0  # batches of this pass over the data; a rank may have made passes by itself, to look at a batch
         )
@@ -210,7 +223,7 @@ class DistributedSampler(Sampler[list[int]]):
         self.set_epoch(epoch)
         self._done, self._resumes = (epoch, samples), True
         if len(shares) == self.num_replicas and not self.fixed:
-            self.shares, self._coming = _require_shares(shares, self.num_replicas), None
+            self.shares, self._coming = require_shares(shares, self.num_replicas), None
 
     def _shuffled(self) -> Sequence[int]:
         if not self.shuffle:
@@ -219,10 +232,14 @@ class DistributedSampler(Sampler[list[int]]):
         return drawn[: self.samples].tolist()
 
 
-def _require_shares(shares: Sequence[float] | None, ranks: int) -> tuple[float, ...]:
-    given = (1.0,) * ranks if shares is None else tuple(float(each) for each in shares)
+def require_shares(shares: Sequence[float] | None, ranks: int) -> tuple[float, ...]:
+    """Return the share of each rank, equal ones for None. Raises HeterodyneError for what is no positive number for each rank."""
+    try:
+        given = (1.0,) * ranks if shares is None else tuple(float(each) for each in shares)
+    except (TypeError, ValueError):
+        given = ()
     if len(given) != ranks or not all(0 < each < float("inf") for each in given):
         raise HeterodyneError(
-            f"shares are {list(given)}: give one positive number for each of the {ranks} ranks, such as {[1.0] * ranks}"
+            f"shares are {shares!r}: give one positive number for each of the {ranks} ranks, such as {[1.0] * ranks}"
         )
     return given

@@ -22,8 +22,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from heterodyne.drop_in import DistributedDataParallel
 from heterodyne.drop_in.batch_groups import BatchGroups
 from heterodyne.drop_in.loader import KEPT_OPTIONS
-from heterodyne.drop_in.loss_weight import LossCount
-from heterodyne.drop_in.sampler import Dealt, mark
+from heterodyne.drop_in.loss_weight import LossCount, count_of
+from heterodyne.drop_in.sampler import Dealt, handed_out, require_shares
 from heterodyne.errors import HeterodyneError
 from heterodyne.runtime.comm.communicator import Communicator
 
@@ -69,6 +69,10 @@ class Accelerator(OfAccelerate):  # type: ignore[misc]  # Accelerate has no type
                 f"the configuration of accelerate launch says {self.distributed_type.value}: launch with --multi_gpu or --cpu, or with "
                 "torchrun; a model that does not fit one device is for hd.distribute"
             )
+        if shares is not None:
+            require_shares(shares, self.num_processes)
+        if loss_count is not None:
+            count_of(loss_count, lambda labels: labels)
         self._shares, self._loss_count = shares, loss_count
         self._communicator: Communicator | None = None
         self._replicas: list[DistributedDataParallel] = []
@@ -255,15 +259,11 @@ class _Loader(DataLoaderShard):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Any]:
         self._dealer.skips = self._behind
-        try:
-            for batch in super().__iter__():
-                self.dealt = self._dealer.hand_out()
-                self._tell(self.dealt)
-                mark(batch, self.dealt)
-                yield batch
-            self._dealer.end()
-        finally:
-            self._tell(None)
+        return handed_out(super().__iter__(), self._dealer, self._hand_on)
+
+    def _hand_on(self, dealt: Dealt | None) -> None:
+        self.dealt = dealt or self.dealt
+        self._tell(dealt)
 
     def __len__(self) -> int:
         return len(self._dealer) - self._behind

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from heterodyne.runtime.records.run_records import RunRecords
 from heterodyne.runtime.same_batch import digest, is_looked_at, require_same
 from heterodyne.runtime.skipped import SkippedSteps, require_finite
 from heterodyne.runtime.slices import BatchSource, is_source
-from heterodyne.runtime.stages.host_link import Readback
 from heterodyne.runtime.step_result import StepResult
 from heterodyne.runtime.weights.between_steps import require_alike
 from heterodyne.runtime.worker import Worker
@@ -47,6 +46,7 @@ DATA, EXTRA, REGISTERED = "data", "extra", "registered"
 
 Batch = Mapping[str, Tensor] | BatchSource
 _ENDS_S = 2.0
+"""That a device may take to end its last step where a run breaks off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,22 @@ class Outcome:
     interrupted: bool
     seconds: float
     peak_memory_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A step that was done, the last of ``done``. ``seconds``: with the reading of its batch; ``memory_bytes``: at most, until then."""
+
+    result: StepResult
+    _: KW_ONLY
+    done: int
+    seconds: float
+    memory_bytes: int
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the device has ended it."""
+        return self.result.late is None or self.result.late.has_come
 
 
 class Engine:
@@ -116,8 +132,7 @@ class Engine:
         """Objects of the script whose state checkpoints keep."""
         self._extra = False  # scripts keep something in checkpoints that nobody else knows
         self._stopping: Callable[[], bool] = lambda: False
-        self._unnoted: Callable[[], None] | None = None  # writes down the last step, once the device has decided it
-        self._late: Readback | None = None  # what the device has decided by
+        self._unnoted: _Done | None = None  # the last step, until the device has decided it
         self._loss: float | None = None
         self._validation: float | None = None
         self.longest_s: float | None = None
@@ -173,8 +188,8 @@ class Engine:
             self.registered.end()
         self._loss = result.loss
         self._note_last()
-        done, memory_bytes = self.done, self._peak_memory_bytes() if self._writes else 0
-        self._unnoted, self._late = (lambda: self._note(result, done, seconds, memory_bytes)), result.late
+        memory_bytes = self._peak_memory_bytes() if self._writes else 0
+        self._unnoted = _Done(result, done=self.done, seconds=seconds, memory_bytes=memory_bytes)
         if result.late is None:  # else its norm is there when the next step has its loss
             self._note_last()
         return result
@@ -184,29 +199,27 @@ class Engine:
         return self._ranks.rank == 0 and self._records.run is not None
 
     def _note_last(self) -> None:
-        note, self._unnoted = self._unnoted, None
-        if note is not None:
-            note()
+        """Write down what the last step came to, if that is not done yet. Raises NumericsError if too many in a row were skipped."""
+        step, self._unnoted = self._unnoted, None
+        if step is None:
+            return
+        if self._writes:
+            self._records.step(step.result, done=step.done, seconds=step.seconds, memory_bytes=step.memory_bytes)
+        try:
+            self._skipped.note(step.done, step.result.fault, overflow=step.result.overflow)
+        except NumericsError as error:
+            raise self._stopped(error) from error
+        if step.result.fault is None:
+            self.prune()
 
     def _note_in_time(self) -> None:
         """Write down the last step where a run breaks off, if the device ends it in a moment; others may not take part any more."""
         until = time.monotonic() + _ENDS_S
-        while self._late is not None and not self._late.has_come and time.monotonic() < until:
+        while (step := self._unnoted) is not None and not step.has_ended and time.monotonic() < until:
             time.sleep(0.01)
-        if self._late is None or self._late.has_come:
+        if step is not None and step.has_ended:
             with suppress(Exception):  # the run ends of something else
                 self._note_last()
-
-    def _note(self, result: StepResult, done: int, seconds: float, memory_bytes: int) -> None:
-        """Write down what a step came to. Raises NumericsError if too many in a row were skipped."""
-        if self._writes:
-            self._records.step(result, done=done, seconds=seconds, memory_bytes=memory_bytes)
-        try:
-            self._skipped.note(done, result.fault, overflow=result.overflow)
-        except NumericsError as error:
-            raise self._stopped(error) from error
-        if result.fault is None:
-            self.prune()
 
     def stopping(self, stop: StopRequest) -> bool:
         """Return whether any rank was asked to stop before the last step; they are named then. To be asked once after each step."""

@@ -133,7 +133,7 @@ class Executor:
         self._scale = scale
         self._scaled = False
         self._ready: torch.Event | None = None  # when the losses are, on a device
-        self._before: Readback | None = None  # the norm of the step before, where the device has decided by it
+        self._last_norm: Readback | None = None  # of the step before, where the device has decided by it
         self._sums: tuple[Tensor, Work] | None = (
             None  # what all ranks send each other, until it is known whose gradients differ
         )
@@ -339,13 +339,13 @@ class Executor:
         """Return whether the loss and the norm of the gradient are finite. The norm is left to the device where all ranks may, and that
         of the step before was finite: the host need not wait for the backward then, and runs ahead into the next step.
         """
-        before, self._before = self._before, None
+        last, self._last_norm = self._last_norm, None
         norm = step.grad_norm
         if not math.isfinite(loss) or norm is None:
             return math.isfinite(loss)
-        if not step.may_be_late or not (before is None or math.isfinite(before.get()[0])):
+        if not step.may_be_late or not (last is None or math.isfinite(last.get()[0])):
             return math.isfinite(norm.item())
-        step.late = self._before = Readback([norm])
+        step.late = self._last_norm = Readback([norm])
         return True
 
     def _update(self, step: Step) -> None:
