@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import heterodyne as hd
 from heterodyne.drop_in import pace as module_of_pace
+from heterodyne.runtime.exact.exchange import over_all_losses
 from multiprocess.pool import World
 
 WIDTH, CLASSES, WORDS, LENGTH = 6, 5, 11, 7
@@ -156,6 +157,30 @@ def with_penalty(model: Any, batch: Batch) -> Tensor:
     return score.mean() + 10 * (by_input.norm(dim=1) - 1).square().mean()
 
 
+def gathered(model: Any, rows: Tensor) -> Tensor:
+    """The rows of all ranks; on one device they are there."""
+    return model.all_gather(rows) if isinstance(model, hd.DistributedDataParallel) else rows
+
+
+def contrasted(model: Any, batch: Batch) -> Tensor:
+    """Own samples against those of all ranks, of which the ones of the same class are near (Khosla et al., 2020)."""
+    score = F.normalize(model(batch["x"]), dim=1)
+    every, classes = gathered(model, score), gathered(model, batch["y"])
+    alike = (batch["y"][:, None] == classes).to(score.dtype)
+    scale = next(model.parameters()).mean().exp()  # a weight that is read behind the exchange
+    return -((scale * score @ every.t()).log_softmax(1) * alike / alike.sum(1, keepdim=True)).sum(1).mean()
+
+
+def decorrelated(model: Any, batch: Batch) -> Tensor:
+    """The same loss of all samples on every rank (as of Barlow twins), and one of own samples."""
+    score = model(batch["x"])
+    every = gathered(model, score)
+    every = (every - every.mean(0)) / every.std(0)
+    return (
+        every.t() @ every / len(every) - torch.eye(CLASSES, dtype=score.dtype)
+    ).square().sum() + score.square().mean()
+
+
 @dataclass(frozen=True)
 class Case:
     build: Callable[[], nn.Module] = Residual
@@ -186,6 +211,13 @@ CASES = {
     "told in a block": Case(loss=told_in_a_block),
     "unused": Case(Choosing, options={"find_unused_parameters": True}),
     "unused, views": Case(Choosing, options={"find_unused_parameters": True, "gradient_as_bucket_view": True}),
+    "compared": Case(loss=contrasted),
+    "compared, batch norm": Case(Normed, contrasted),
+    "compared, accumulated": Case(loss=contrasted, micro_batches=3),
+    "compared, all on each": Case(loss=decorrelated),
+    "compared, sum": Case(
+        loss=lambda model, batch: contrasted(model, batch) * len(batch["x"]), options={"loss_count": "sum"}
+    ),
     "two forwards": Case(loss=twice),
     "penalty": Case(loss=with_penalty),
     "batch norm": Case(Normed),
@@ -291,6 +323,7 @@ def through_a_loader(world: World, case: str, shares: list[float] | None) -> lis
         "batch norm": (Normed, classified, {}),
         "tokens": (lambda: Language(shift=True), language, {"loss_count": "shifted tokens"}),
         "sum": (Residual, summed, {"loss_count": "sum"}),
+        "compared": (Residual, contrasted, {}),
     }[case]
     torch.manual_seed(0)
     data = Samples(26)
@@ -349,7 +382,7 @@ class Paced(module_of_pace.Pace):
         return (1.0, 1.5, 3.0)[self.rank], 1.0
 
 
-@pytest.mark.parametrize("case", ["batch norm", "tokens", "sum"])
+@pytest.mark.parametrize("case", ["batch norm", "tokens", "sum", "compared"])
 @pytest.mark.parametrize("shares", [None, [7.0, 3.0, 2.0]])
 @pytest.mark.filterwarnings("ignore")
 def test_batches_of_a_loader_are_exact_to_the_last(pool: Any, case: str, shares: list[float] | None) -> None:
@@ -477,6 +510,24 @@ def refusals(world: World) -> dict[str, str]:
     refused("nothing", lambda: ddp(batch["ids"], labels=torch.full_like(batch["labels"], -100)).backward())
     refused("labels", lambda: hd.DistributedDataParallel(Residual(), loss_count="tokens")(batch["x"]))
     return found
+
+
+def lose_what_others_compare(world: World) -> str:
+    """The loss of rank 1 counts nothing, though that of rank 0 depends on its samples."""
+    ddp = hd.DistributedDataParallel(nn.Linear(1, 1))
+    group = ddp.communicator.process_group(range(2))
+    assert group is not None
+    try:
+        over_all_losses(group, torch.ones(2), 1.0 - world.rank, takes_part=True)
+    except hd.HeterodyneError as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_of_other_ranks_are_not_lost(pool: Any) -> None:
+    first, second = pool.run(2, lose_what_others_compare)
+    assert not first
+    assert "counts nothing" in second
 
 
 def test_what_is_wrong_is_named(pool: Any) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from heterodyne.drop_in.asked_for import communicator_for, honoured
 from heterodyne.drop_in.batch_norm import batch_norms_of, join_batch_norms, without_sync
+from heterodyne.drop_in.gathering import Gathering
 from heterodyne.drop_in.loss_check import loss_in, require_count
 from heterodyne.drop_in.loss_weight import LossCount, LossWeight, count_of, samples_in
 from heterodyne.drop_in.pace import Pace, better_counts
@@ -29,7 +30,7 @@ __all__ = ["DistributedDataParallel"]
 
 _SUMS = ("sum", "ranks")  # words for a loss that is a part of a sum over the global batch
 _BY_SAMPLES = (None, "samples", *_SUMS)  # what counts is known from what the loader deals
-_OF_CONNECTION = ("_reduction", "_communicator", "_norm", "_pace", "_count")
+_OF_CONNECTION = ("_reduction", "_communicator", "_norm", "_pace", "_count", "_gathering")
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -91,16 +92,19 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         scale = {"sum": 1.0, "ranks": 1 / communicator.world_size}.get(cast(str, self._loss_count))
         reduction = self._reduction = GradientReduction(gradients, trained, scale=scale)
         self._pace = reduction.pace
+        self._gathering: Gathering | None = None
         self._norm: GlobalBatchNorm | None = None
         if communicator.world_size > 1 and batch_norms_of(self.module):
             statistics = communicator.process_group(everyone)
             assert statistics is not None
-            self._norm = GlobalBatchNorm(
-                statistics, reduction.factor, lambda: self._dealt is None or self._dealt.own > 0, reduction.pace
-            )
+            self._norm = GlobalBatchNorm(statistics, reduction.factor, self._takes_part, reduction.pace)
             join_batch_norms(self.module, self._norm)
         super().register_comm_hook(reduction, lambda state, bucket: state.reduce(bucket))
         return gradients
+
+    def _takes_part(self) -> bool:
+        """Return whether this rank has samples of the batch, and not one that only keeps it in step."""
+        return self._dealt is None or self._dealt.own > 0
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module on this rank's samples, as PyTorch's DDP does."""
@@ -158,6 +162,21 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if dealt is not None and (not dealt.own or self._loss_count in _BY_SAMPLES):
             return dealt.own
         return self._count(inputs, kwargs)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return the rows of all ranks in the order of the global batch, for a loss that compares samples with each other. Collective.
+
+        Each rank computes its loss from all rows: of its own samples against those of all ranks, or the same loss of all samples on every
+        rank. Gradients flow back to the rank that each row is from. Call it behind the forward whose loss it is for.
+
+        Args:
+            tensor: [samples, ...], with as many samples as this rank has; other dimensions and the dtype are the same on all ranks.
+        """
+        if self._gathering is None:
+            group = self._communicator.process_group(range(self._communicator.world_size))
+            assert group is not None
+            self._gathering = Gathering(group, self._reduction.factor, lambda: self._pace)
+        return self._gathering.rows(tensor, takes_part=self._takes_part())
 
     @torch.no_grad()
     def mean(self, loss: Tensor | float) -> float:

@@ -65,8 +65,8 @@ def require_count(
             f"the loss of this rank's {samples} samples is {losses[0]:.6g}, and {weighted:.6g} from two parts of them by {words}, so "
             "it divides by something else. Say by what: loss_count='tokens' (entries of 'labels' that are not -100), 'shifted tokens' "
             "(the model shifts its labels by one, as causal ones of Transformers do), 'sum', or a function of the arguments of forward. If "
-            "it compares samples with each other, its gradients are exact under hd.distribute only; loss_count='samples' averages those of "
-            "the ranks by their samples"
+            "it compares samples with each other, compute it behind forward from the rows of all ranks, model.all_gather(rows), or use "
+            "hd.distribute; loss_count='samples' averages the losses of the ranks by their samples"
         )
     return True
 

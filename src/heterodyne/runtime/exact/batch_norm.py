@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from heterodyne.errors import CaptureError
 from heterodyne.runtime.comm.process_group import ProcessGroup
+from heterodyne.runtime.exact.exchange import over_all_losses
 from heterodyne.runtime.exact.interception import BatchNormCall, Interception, batch_norms
 
 __all__ = ["GlobalBatchNorm"]
@@ -63,12 +64,10 @@ class GlobalBatchNorm(Interception):
         """To be called before the forward of each micro-batch."""
         self._forwards, self._calls = self._forwards + 1, 0
 
-    def over_all(self, sums: Tensor) -> Tensor:
+    def over_all(self, sums: Tensor, *, takes_part: bool) -> Tensor:
         """Return what this rank's loss would find for ``sums`` if it were the loss of all. Collective."""
-        weight = self._weight()
-        weighted = sums.mul_(weight) if weight else torch.zeros_like(sums)  # a loss that counts nothing may be NaN
-        self._sum(weighted)
-        return weighted.div_(weight) if weight else weighted
+        with self.waiting:
+            return over_all_losses(self._process_group, sums, self._weight(), takes_part=takes_part)
 
     def _sum(self, tensor: Tensor) -> None:
         with self.waiting:
@@ -78,7 +77,8 @@ class GlobalBatchNorm(Interception):
         self._calls += 1
         place = (self._forwards * _MOST_CALLS + self._calls) % _PLACES
         seen = call.input.detach()
-        count, mean, var = self._global_statistics(seen if self._takes_part() else seen[:0], place)
+        takes_part = self._takes_part()
+        count, mean, var = self._global_statistics(seen if takes_part else seen[:0], place)
         if count < 2:
             raise ValueError(
                 f"batch norm needs more than one value per channel in training, over all workers; got {tuple(call.input.shape)}"
@@ -88,7 +88,9 @@ class GlobalBatchNorm(Interception):
             with torch.no_grad():
                 running_mean.lerp_(mean.to(running_mean.dtype), call.momentum)
                 running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), call.momentum)
-        normalised: Tensor = _Normalise.apply(call.input, call.weight, call.bias, mean, var, call.eps, count, self)  # type: ignore[no-untyped-call]
+        normalised: Tensor = _Normalise.apply(
+            call.input, call.weight, call.bias, mean, var, call.eps, count, self, takes_part
+        )  # type: ignore[no-untyped-call]
         return normalised
 
     def _global_statistics(self, input: Tensor, place: int) -> tuple[float, Tensor, Tensor]:
@@ -132,13 +134,14 @@ class _Normalise(torch.autograd.Function):
         eps: float,
         count: float,
         norm: GlobalBatchNorm,
+        takes_part: bool,
     ) -> Tensor:
         dtype = torch.promote_types(input.dtype, torch.float32)
         mean, var = mean.to(dtype), var.to(dtype)
         # The kernel of inference: it normalises with statistics that are given.
         output = F.batch_norm(input, mean, var, weight, bias, False, 0.0, eps)
         ctx.save_for_backward(input, weight, mean, torch.rsqrt(var + eps))  # type: ignore[arg-type]  # None is allowed
-        ctx.count, ctx.norm, ctx.bias = count, norm, bias is not None  # type: ignore[attr-defined]
+        ctx.count, ctx.norm, ctx.takes_part, ctx.bias = count, norm, takes_part, bias is not None  # type: ignore[attr-defined]
         return output
 
     @staticmethod
@@ -152,7 +155,7 @@ class _Normalise(torch.autograd.Function):
         of_bias = upstream_wide.sum(dims)
         of_weight = (upstream_wide * normalised).sum(dims)
         sums = torch.stack([of_bias, of_weight]).double()
-        per_value = ctx.norm.over_all(sums).div_(ctx.count).to(mean.dtype)
+        per_value = ctx.norm.over_all(sums, takes_part=ctx.takes_part).div_(ctx.count).to(mean.dtype)
         scale = inverse if weight is None else inverse * weight.to(mean.dtype)
         of_input = upstream_wide - per_value[0].view(shape)
         of_input = of_input.addcmul_(normalised, per_value[1].view(shape), value=-1).mul_(scale.view(shape))
@@ -161,5 +164,5 @@ class _Normalise(torch.autograd.Function):
             # Of this rank's own samples: they are summed over the ranks with all other gradients.
             None if weight is None else of_weight.to(weight.dtype),
             of_bias.to(mean.dtype if weight is None else weight.dtype) if ctx.bias else None,
-            *([None] * 5),
+            *([None] * 6),
         )

@@ -14,9 +14,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from heterodyne.errors import DataError
 from heterodyne.runtime.comm.process_group import ProcessGroup
 
-__all__ = ["SampleExchange"]
+__all__ = ["SampleExchange", "over_all_losses"]
+
+
+def over_all_losses(process_group: ProcessGroup, of_own: Tensor, weight: float, *, takes_part: bool) -> Tensor:
+    """Return what the gradient of this rank's loss would be if it were the loss of all ranks, of which it is ``weight``. Collective.
+
+    With gradients g_s of the losses of ranks s, which count w_s, that is sum_s w_s g_s / w, because the reduction multiplies what follows
+    from it by w. A rank that takes no part in the batch has weight 0, and gets the sum, which goes nowhere.
+
+    Args:
+        of_own: the gradient of this rank's loss by something that all ranks have computed together; written over.
+        takes_part: whether samples of this rank are in it.
+
+    Raises DataError for a loss that counts nothing and yet is reached by those of other ranks.
+    """
+    weighted = of_own.mul_(weight) if weight else torch.zeros_like(of_own)  # a loss that counts nothing may be NaN
+    process_group.all_reduce(weighted).wait()
+    if not weight and takes_part:
+        raise DataError(
+            "the loss of this rank counts nothing in this batch, but those of other ranks depend on its samples (through BatchNorm or "
+            "all_gather), and their gradients would be lost: give each rank samples that count, or leave such samples out on all ranks"
+        )
+    return weighted.div_(weight) if weight else weighted
 
 
 class SampleExchange:
@@ -30,7 +53,8 @@ class SampleExchange:
         self._process_group = process_group
         self._position = position
         self._count = 1 if process_group is None else len(process_group.ranks)
-        self._first = 0
+        self.first = 0
+        """Where its samples begin in the global batch."""
         self._whole = 0
 
     def begin(self, samples: int) -> int:
@@ -41,7 +65,7 @@ class SampleExchange:
         if self._process_group is not None:
             self._process_group.all_reduce(counts).wait()
         each = counts.tolist()
-        self._first = [0, *accumulate(each)][self._position]
+        self.first = [0, *accumulate(each)][self._position]
         self._whole = sum(each)
         return self._whole
 
@@ -49,7 +73,7 @@ class SampleExchange:
         """The samples of all replicas, where ``dim`` has ``rows`` entries for each. Collective, forward only."""
         if self._process_group is None:
             return tensor
-        start, length = self._first * rows, self._whole * rows
+        start, length = self.first * rows, self._whole * rows
         gathered: Tensor = _Rows.apply(tensor, dim, start, length, self._process_group, self._count)  # type: ignore[no-untyped-call]
         return gathered
 
