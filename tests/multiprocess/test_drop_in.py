@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import multiprocessing
 import random
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -366,6 +367,91 @@ def through_a_loader(world: World, case: str, shares: list[float] | None) -> lis
     else:
         assert counts == [*([(7, 3, 2)[world.rank]] * 2), int(world.rank < 2)] * 3
     return errors
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+    """Yields what a rank, or a worker process, is to see of some samples, in another order each epoch."""
+
+    def __init__(self, size: int, rank: int = 0, ranks: int = 1) -> None:
+        self.samples, self.epoch, self.rank, self.ranks = Samples(size), 0, rank, ranks
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        worker = torch.utils.data.get_worker_info()
+        first, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        order = torch.randperm(len(self.samples), generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        for index in order[self.rank :: self.ranks][first::stride]:
+            yield self.samples[index]
+
+
+def through_a_stream(world: World, workers: int, shares: list[float] | None) -> list[float]:
+    """Three epochs of 103 samples, and what is left of a fourth after a look at it; the errors of each step."""
+    torch.manual_seed(0)
+    stream = Stream(103)
+    options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # those of the pool may start none
+    ddp = hd.DistributedDataParallel(Residual().double())
+    plain: Any = torch.utils.data.DataLoader(stream, batch_size=12, **options)  # of one process
+    loader = hd.prepare_loader(torch.utils.data.DataLoader(stream, batch_size=4, **options), ddp, shares=shares)
+    alone = copy.deepcopy(ddp.module)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.05) for module in (ddp, alone)]
+    if world.rank == 0:
+        next(iter(loader))  # to look at it
+    ddp._pace.__class__ = Paced  # type: ignore[assignment]
+    Paced.rank = world.rank
+    errors, counts = [], []
+    for epoch in range(3):
+        stream.set_epoch(epoch)
+        gc.collect()  # the plain loader's workers must not find process groups of other tests
+        for batch, whole in zip(loader, plain, strict=True):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            counts.append(ddp._dealt.own)  # type: ignore[union-attr]
+            own = classified(ddp, batch)
+            own.backward()
+            wanted = classified(alone, whole)
+            wanted.backward()
+            errors += [largest_error(ddp.module, alone), abs(ddp.mean(own) - wanted.item()) / abs(wanted.item())]
+            for optimizer in optimizers:
+                optimizer.step()
+    if shares is None:
+        assert counts[0] == 4
+        assert counts[-3] == (6, 4, 2)[world.rank]
+    else:
+        assert counts[0] == (7, 3, 2)[world.rank]
+    batches = iter(loader)
+    next(batches), next(batches)
+    state = loader.state_dict()  # type: ignore[attr-defined]
+    assert state["samples"] == 24
+    loader.load_state_dict(state)  # type: ignore[attr-defined]
+    assert torch.equal(next(iter(loader))["x"], next(batches)["x"])
+    return errors
+
+
+@pytest.mark.parametrize(("workers", "shares"), [(0, None), (2, None), (0, [7.0, 3.0, 2.0])])
+@pytest.mark.filterwarnings("ignore")
+def test_streams_are_dealt_as_one_process_reads_them(pool: Any, workers: int, shares: list[float] | None) -> None:
+    for errors in pool.run(3, through_a_stream, workers, shares):
+        assert largest(errors) <= BARS[torch.float64]
+
+
+def through_unlike_streams(world: World) -> str:
+    ddp = hd.DistributedDataParallel(Residual().double())
+    stream = Stream(103, world.rank, world.world_size)
+    loader = hd.prepare_loader(torch.utils.data.DataLoader(stream, batch_size=4), ddp)
+    try:
+        for batch in loader:
+            classified(ddp, batch).backward()
+    except hd.HeterodyneError as error:
+        return str(error)
+    return ""
+
+
+def test_streams_that_are_split_already_are_refused(pool: Any) -> None:
+    for told in pool.run(2, through_unlike_streams):
+        assert "rank 1 reads other samples" in told
 
 
 class Paced(module_of_pace.Pace):

@@ -212,10 +212,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _renew_shares(self) -> None:
         """Tell the other ranks this one's pace, and set new shares on all of them where a step gains by it. Collective."""
-        own = (self._pace.take(), [(each.drawn, each.handed_out) for each in self._samplers])
+        own = (self._pace.take(), [(each.drawn, each.handed_out, each.digest) for each in self._samplers])
         found = self._communicator.all_gather_object(own)
         sample_s = [pace[0] for pace, _ in found]
-        self._require_same_steps([[batches for _, batches in of] for _, of in found])
+        self._require_same_steps([[batches for _, batches, _ in of] for _, of in found])
+        self._require_same_streams([[digest for _, _, digest in of] for _, of in found])
         if max(pace[1] for pace, _ in found) < Pace.LEAST_S:
             return
         for number, sampler in enumerate(self._samplers):
@@ -233,6 +234,16 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             raise WorkerError(
                 f"rank {', '.join(ahead)} had a batch without a backward where others had one, so gradients of unlike steps were added up: "
                 "leave a batch out on all ranks or on none (torch.distributed.all_reduce tells the others), or give it a loss of 0"
+            )
+
+    @staticmethod
+    def _require_same_streams(digests: list[list[str | None]]) -> None:
+        """Raise WorkerError, on every rank, if some read other samples from a stream of which each has its share."""
+        other = [str(rank) for rank, of in enumerate(digests) if of != digests[0]]
+        if other:
+            raise WorkerError(
+                f"rank {', '.join(other)} reads other samples from its IterableDataset than rank 0, so samples are left out: give every "
+                "rank the whole stream with the same seeds; or leave prepare_loader out, and let each rank take batches of its own"
             )
 
     def _check(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

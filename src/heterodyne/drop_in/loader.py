@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.utils.data import DistributedSampler as EqualSampler
 
 from heterodyne.drop_in.data_parallel import DistributedDataParallel
 from heterodyne.drop_in.sampler import Dealt, DistributedSampler, handed_out, require_shares
+from heterodyne.drop_in.streams import StreamDealer
 from heterodyne.errors import HeterodyneError
 from heterodyne.runtime.checkpoint.random_state import unchanged_random_state
 from heterodyne.runtime.comm.communicator import Communicator
@@ -46,7 +48,20 @@ class _Loader(DataLoader[Any]):
         sampler.read_ahead()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # an iterator, as every loader's
-        return handed_out(super().__iter__(), self._dealer, self._tell)
+        return handed_out(self._drawn(), self._dealer, self._tell)
+
+    def _drawn(self) -> Iterator[Any]:
+        return self._begun()
+
+    def _begun(self) -> Iterator[Any]:
+        """Begin an iteration. Worker processes that are forked here do not collect garbage of this one: process groups that have ended
+        crash if they are destroyed in a process without their threads.
+        """
+        gc.freeze()
+        try:
+            return super().__iter__()
+        finally:
+            gc.unfreeze()
 
     def _tell(self, dealt: Dealt | None) -> None:
         for model in self._models:
@@ -61,14 +76,62 @@ class _Loader(DataLoader[Any]):
         self._dealer.load_state_dict(state)
 
 
+class _StreamLoader(_Loader):
+    """Hands out this rank's batches of a stream."""
+
+    def __init__(
+        self, loader: DataLoader[Any], dealer: StreamDealer, models: Sequence[DistributedDataParallel]
+    ) -> None:
+        options = {name: getattr(loader, name) for name in KEPT_OPTIONS} | {"collate_fn": _unchanged}
+        DataLoader.__init__(self, dealer.batches_of_rank, batch_size=None, **options)
+        self._models, self._dealer, self._stream = tuple(models), dealer, dealer
+
+    def _drawn(self) -> Iterator[Any]:
+        self._stream.begin()
+        for made, batch in self._begun():
+            self._stream.note(made)
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._dealer)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _dealt_stream(
+    loader: DataLoader[Any], models: Sequence[DistributedDataParallel], shares: Sequence[float] | None
+) -> DataLoader[Any]:
+    """Make a loader that deals the samples of a stream. Raises HeterodyneError for one whose dataset makes the batches."""
+    if loader.batch_size is None:
+        raise _refusal(
+            "its dataset makes the batches (batch_size=None), which cannot be cut: let it yield samples; or leave prepare_loader out, "
+            "and let each rank take batches of a size of its own: hd.DistributedDataParallel weights them by their samples"
+        )
+    assert isinstance(loader.dataset, IterableDataset)
+    dealer = StreamDealer(
+        loader.dataset,
+        models[0].communicator,
+        batch_size=loader.batch_size,
+        drop_last=bool(loader.drop_last),
+        collate=loader.collate_fn,
+        ahead=loader.num_workers * (1 + (loader.prefetch_factor or 0)),
+        shares=shares,
+    )
+    for model in models:
+        model.follow_samplers(dealer, models[0])
+    return _StreamLoader(loader, dealer, models)
+
+
 def prepare_loader(
     loader: DataLoader[Any], *models: DistributedDataParallel, shares: Sequence[float] | None = None
 ) -> DataLoader[Any]:
     """Make a DataLoader that deals each rank its share of every global batch of ``loader``: batch size times ranks.
 
     Args:
-        loader: of a map-style dataset. Its sampler is PyTorch's or our DistributedSampler, whose ``set_epoch`` goes on to decide the
-            order; or any other, of which rank 0's order is taken for all.
+        loader: Its sampler is PyTorch's or our DistributedSampler, whose ``set_epoch`` goes on to decide the order; or any other, of which
+            rank 0's order is taken for all. An IterableDataset yields the same samples on every rank, of which each collates its own.
         models: what is trained on its batches. The shares follow from their own pace: the first after some steps, others when it changes.
         shares: of each rank, by hand; they stay as they are.
 
@@ -79,6 +142,8 @@ def prepare_loader(
             "prepare_loader(loader, model): name the models that are trained on its batches, each an hd.DistributedDataParallel; shares "
             "follow from their pace"
         )
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        return _dealt_stream(loader, models, shares)
     _require_dealable(loader)
     given: Any = loader.batch_sampler if isinstance(loader.batch_sampler, DistributedSampler) else loader.sampler
     communicator = models[0].communicator
@@ -156,11 +221,6 @@ def _require_dealable(loader: Any) -> None:
     if not isinstance(loader, DataLoader):
         raise _refusal(
             f"a {type(loader).__name__} is no DataLoader: use hd.DistributedSampler(dataset, batch_size=...) in its place"
-        )
-    if isinstance(loader.dataset, IterableDataset):
-        raise _refusal(
-            "an IterableDataset has no samples that could be dealt by number: make it a map-style dataset; or leave prepare_loader out and "
-            "let each rank take batches of a size of its own: hd.DistributedDataParallel weights them by their samples"
         )
     sampler: Any = loader.sampler
     if isinstance(loader.batch_sampler, DistributedSampler) or isinstance(sampler, DistributedSampler):
