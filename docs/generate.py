@@ -15,7 +15,10 @@ from pydantic.fields import FieldInfo
 from heterodyne import errors, job, tracker_options
 from heterodyne.plan import capabilities
 
-_SHOWN_WHOLE = ("Distributed",)
+_METHODS = {
+    "Distributed": None,
+    "DistributedDataParallel": ("count", "all_gather", "mean"),
+}  # that are shown; None: all
 FOLDER = Path(__file__).resolve().parent / "reference"
 
 
@@ -47,10 +50,14 @@ def api_page() -> str:
         if name.startswith("_") or not callable(value):
             continue
         text += ["", f"## hd.{name}", "", *_described(name, value)]
-        if name in _SHOWN_WHOLE:
+        if name in _METHODS:
             for method, found in vars(value).items():
                 function = found.fget if isinstance(found, property) else found
-                if method.startswith("_") or not inspect.isfunction(function):
+                if (
+                    method.startswith("_")
+                    or not inspect.isfunction(function)
+                    or method not in (_METHODS[name] or (method,))
+                ):
                     continue
                 text += [
                     "",

@@ -37,7 +37,12 @@ if TYPE_CHECKING:
         simulate_plan,
     )
     from heterodyne.cluster import Cluster, Profile
-    from heterodyne.drop_in import DistributedDataParallel, DistributedSampler, prepare_loader
+    from heterodyne.drop_in import (
+        DistributedDataParallel,
+        DistributedSampler,
+        ZeroRedundancyOptimizer,
+        prepare_loader,
+    )
     from heterodyne.errors import HeterodyneError
     from heterodyne.graph import ModelGraph
     from heterodyne.job import Job, OptimizerSection
@@ -64,6 +69,7 @@ _HOMES = {
     "RunOptions": "heterodyne.api",
     "Timeline": "heterodyne.timeline",
     "Trackers": "heterodyne.api",
+    "ZeroRedundancyOptimizer": "heterodyne.drop_in",
     "batches": "heterodyne.api",
     "capture": "heterodyne.api",
     "distribute": "heterodyne.api",
@@ -95,6 +101,7 @@ __all__ = [
     "RunOptions",
     "Timeline",
     "Trackers",
+    "ZeroRedundancyOptimizer",
     "__version__",
     "batches",
     "capture",

@@ -32,7 +32,7 @@ __all__ = ["Accelerator"]
 _REFUSED = {  # arguments of Accelerate's: what else cuts a model or its state
     **dict.fromkeys(
         ("deepspeed_plugin", "deepspeed_plugins"),
-        "for sharded optimizer state use torch.distributed.optim.ZeroRedundancyOptimizer, or hd.distribute",
+        "for sharded optimizer state use hd.ZeroRedundancyOptimizer, or hd.distribute",
     ),
     "fsdp_plugin": "a model that does not fit one device is for hd.distribute, which cuts it by what each device holds",
     "megatron_lm_plugin": "pipelines and tensor parallelism on unequal devices are for hd.distribute",

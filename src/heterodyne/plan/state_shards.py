@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.boxes import numel
@@ -17,10 +18,12 @@ from heterodyne.plan.buckets import Bucket, BucketPart
 from heterodyne.plan.plan import Plan
 
 __all__ = [
+    "Cut",
     "Range",
     "ShardedBucket",
     "StateSlice",
     "cut_by_shares",
+    "cut_tensors",
     "sharded_bucket",
     "state_shares",
 ]
@@ -79,19 +82,46 @@ def sharded_bucket(
     element."""
     shapes = {parameter.name: parameter.shape for parameter in graph.parameters}
     sizes = [numel(part.box, shapes[part.name]) for part in bucket.parts]
-    starts = list(accumulate(sizes, initial=0))
-    ranges = list(cut_by_shares(starts[-1], [shares.get(owner, 1) for owner in bucket.owners]))
-    if whole_weights:
-        ranges = _at_borders(ranges, starts)
+    ranges, cuts = cut_tensors(sizes, [shares.get(owner, 1) for owner in bucket.owners], whole_weights=whole_weights)
     slices = [
         StateSlice(
-            part=part, start=max(low, first) - first, stop=min(high, stop) - first, owner=owner, first=max(low, first)
+            part=bucket.parts[cut.tensor],
+            start=cut.start,
+            stop=cut.stop,
+            owner=bucket.owners[cut.owner],
+            first=cut.first,
         )
-        for owner, (low, high) in zip(bucket.owners, ranges, strict=True)
-        for part, (first, stop) in zip(bucket.parts, pairwise(starts), strict=True)
-        if max(low, first) < min(high, stop)
+        for cut in cuts
     ]
     return ShardedBucket(ranges=dict(zip(bucket.owners, ranges, strict=True)), slices=tuple(slices))
+
+
+class Cut(NamedTuple):
+    """Elements ``[start, stop)`` of a ``tensor``, by its index, that the ``owner``-th share has; ``first``: where they begin among all."""
+
+    owner: int
+    tensor: int
+    start: int
+    stop: int
+    first: int
+
+
+def cut_tensors(
+    sizes: Sequence[int], shares: Sequence[int], *, whole_weights: bool = False
+) -> tuple[list[Range], list[Cut]]:
+    """Return how tensors of so many elements, one after the other, are shared out: the range of each share, and the parts of tensors in
+    it. ``whole_weights``: no tensor is cut.
+    """
+    starts = list(accumulate(sizes, initial=0))
+    ranges = list(cut_by_shares(starts[-1], shares))
+    if whole_weights:
+        ranges = _at_borders(ranges, starts)
+    return ranges, [
+        Cut(owner, tensor, max(low, first) - first, min(high, stop) - first, max(low, first))
+        for owner, (low, high) in enumerate(ranges)
+        for tensor, (first, stop) in enumerate(pairwise(starts))
+        if max(low, first) < min(high, stop)
+    ]
 
 
 def _at_borders(ranges: Sequence[Range], starts: Sequence[int]) -> list[Range]:
