@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from heterodyne import errors, job, tracker_options
+from heterodyne.cluster.catalog import catalog
 from heterodyne.plan import capabilities
 
 _METHODS = {
@@ -24,7 +25,12 @@ FOLDER = Path(__file__).resolve().parent / "reference"
 
 def pages(*, with_torch: bool = False) -> dict[str, str]:
     """The generated pages by file name; that of the API needs torch."""
-    found = {"job.md": job_page(), "errors.md": errors_page(), "capabilities.md": capabilities_page()}
+    found = {
+        "job.md": job_page(),
+        "errors.md": errors_page(),
+        "capabilities.md": capabilities_page(),
+        "kinds.md": kinds_page(),
+    }
     return found | {"api.md": api_page()} if with_torch else found
 
 
@@ -33,6 +39,34 @@ def capabilities_page() -> str:
     return (
         "# What runs\n\nA plan may use what has a *yes*; it then trains exactly as one device does. The search proposes nothing else, "
         "and a plan file with anything else is refused with the reason.\n\n" + capabilities.table()
+    )
+
+
+def kinds_page() -> str:
+    """Every kind of device that the catalog knows, with the numbers of its datasheet."""
+
+    def number(value: float | None, unit: float) -> str:
+        return "" if value is None else f"{value / unit:,.4g}"
+
+    rows = [
+        f"| {kind} | {', '.join(f'{name} {number(peak, 1e12)}' for name, peak in a.peak_flops.items())} | {number(a.memory_bytes, 1e9)} "
+        f"| {number(a.memory_bandwidth_bytes_per_s, 1e9)} | {number(a.link_bandwidth_bytes_per_s, 1e9)} {a.link_type or ''} "
+        f"| {number(a.tdp_w, 1)} |"
+        for kind, a in catalog().items()
+    ]
+    head = [
+        "kind",
+        "dense peak (TFLOP/s)",
+        "memory (GB)",
+        "memory bandwidth (GB/s)",
+        "link, one direction (GB/s)",
+        "power (W)",
+    ]
+    return (
+        "# Kinds of devices\n\nThe names that fleet files and `--add` take, for one device each (of a card with two devices, half of it). "
+        "Numbers are those of datasheets, whose sources stand in the files of the catalog.\n\n"
+        + "\n".join([f"| {' | '.join(head)} |", "|" + "---|" * len(head), *rows])
+        + "\n"
     )
 
 
