@@ -427,6 +427,13 @@ def through_a_stream(world: World, workers: int, shares: list[float] | None) -> 
     assert state["samples"] == 24
     loader.load_state_dict(state)  # type: ignore[attr-defined]
     assert torch.equal(next(iter(loader))["x"], next(batches)["x"])
+    lasting = (
+        options | {"persistent_workers": True} if workers else {}
+    )  # which see the stream as it was when they began
+    again = hd.prepare_loader(torch.utils.data.DataLoader(Stream(103), batch_size=4, **lasting), ddp, shares=[7, 3, 2])
+    again.load_state_dict(state | {"shares": [1, 1, 1]})  # type: ignore[attr-defined]
+    whole_pass = len(list(plain))
+    assert [len(list(again)) for _ in range(2)] == [whole_pass - 2, whole_pass]
     return errors
 
 
@@ -435,6 +442,22 @@ def through_a_stream(world: World, workers: int, shares: list[float] | None) -> 
 def test_streams_are_dealt_as_one_process_reads_them(pool: Any, workers: int, shares: list[float] | None) -> None:
     for errors in pool.run(3, through_a_stream, workers, shares):
         assert largest(errors) <= BARS[torch.float64]
+
+
+def gather_unlike_rows(world: World) -> list[str]:
+    ddp = hd.DistributedDataParallel(Residual())
+    told = []
+    for rows in (torch.zeros(2, 3 + world.rank), torch.tensor(1.0)):
+        with pytest.raises(hd.HeterodyneError) as caught:
+            ddp.all_gather(rows)
+        told.append(str(caught.value))
+    return told
+
+
+def test_rows_of_unlike_shapes_are_refused_on_all_ranks(pool: Any) -> None:
+    for unlike, number in pool.run(2, gather_unlike_rows):
+        assert "pad the others" in unlike
+        assert "all_gather(value[None])" in number
 
 
 def through_unlike_streams(world: World) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from heterodyne.errors import DataError
 from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.exact.exchange import SampleExchange, over_all_losses
 
@@ -38,7 +40,13 @@ class Gathering:
         Args:
             own: [samples, ...], with as many samples as this rank has, and other dimensions that are the same on all ranks.
             takes_part: whether this rank's rows are samples of the batch.
+
+        Raises DataError where other dimensions or the dtype differ between ranks.
         """
+        if not own.dim():
+            raise DataError(
+                "all_gather joins rows, and a number has none: write all_gather(value[None]), or mean(loss) for a loss"
+            )
         gathered: Tensor = _Rows.apply(own, self, takes_part)  # type: ignore[no-untyped-call]
         return gathered
 
@@ -50,7 +58,7 @@ class _Rows(torch.autograd.Function):
         seen = own if takes_part else own[:0]
         exchange = SampleExchange(group, group.place)
         with gathering.waiting():
-            exchange.begin(len(seen))
+            exchange.begin(len(seen), zlib.crc32(f"{own.shape[1:]} {own.dtype}".encode()))
             whole = exchange.rows(seen, 0, 1)
         ctx.gathering, ctx.takes_part = gathering, takes_part
         ctx.first, ctx.shape = exchange.first, own.shape

@@ -104,6 +104,11 @@ class ZeroRedundancyOptimizer(Optimizer):
             own.update({name: value for name, value in group.items() if name not in ("params", "param_names")})
         for number, ((start, stop), part) in self._slices.items():
             gradient = self._parameters[number].grad
+            if gradient is not None and gradient.is_sparse:
+                raise HeterodyneError(
+                    "gradients are sparse (an Embedding with sparse=True), and only whole optimizers take those: give these parameters "
+                    "an optimizer of their own"
+                )
             if part is not self._parameters[number]:
                 part.grad = None if gradient is None else gradient.reshape(-1)[start:stop]
         self._own.step()

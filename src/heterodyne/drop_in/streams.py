@@ -74,12 +74,13 @@ class StreamDealer(DistributedSampler):
 
     def begin(self) -> None:
         """Called as an iteration begins."""
-        self._settings.fill_(_NEVER)
         self._set([0.0, *self.shares], 0)
-        self.batches_of_rank.skips = self._done[1] // self.global_batch_size if self._resumes else 0
+        self._settings[1:] = _NEVER
+        skips = self._done[1] // self.global_batch_size if self._resumes else 0
+        self.batches_of_rank.skips.fill_(skips)
         self._resumes = False
         self._ahead.clear()
-        self.handed_out, self._last = 0, self.batches_of_rank.skips - 1
+        self.handed_out, self._last = 0, skips - 1
 
     def note(self, made: tuple[int, Dealt, str | None]) -> None:
         """Called for each batch as it is to be handed out."""
@@ -131,16 +132,17 @@ class _OwnBatches(IterableDataset[Any]):
     ) -> None:
         self._stream, self._settings, self._rank, self._size = stream, settings, rank, size
         self._drop_last, self._collate = drop_last, collate
-        self.skips = 0
+        self.skips = torch.tensor(0)  # batches; shared with worker processes, which may outlive a pass
+        self.skips.share_memory_()  # type: ignore[no-untyped-call]
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
         number, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         samples = iter(self._stream)
-        first = number
+        first, skips = number, int(self.skips)
         while group := list(islice(samples, self._size)):
             if len(group) == self._size or not self._drop_last:
-                if number >= self.skips:
+                if number >= skips:
                     yield self._own(number, group, digest=number == first == 0)
                 number += stride
 

@@ -57,14 +57,21 @@ class SampleExchange:
         """Where its samples begin in the global batch."""
         self._whole = 0
 
-    def begin(self, samples: int) -> int:
-        """Tell how many samples this replica has; how many all have together. Collective."""
+    def begin(self, samples: int, kind: int = 0) -> int:
+        """Tell how many samples this replica has; how many all have together. Collective.
+
+        Raises DataError, on every rank, if they are not of the same ``kind``.
+        """
         where = None if self._process_group is None else self._process_group.works_on
-        counts = torch.zeros(self._count, dtype=torch.int64, device=where)
-        counts[self._position] = samples
+        counts = torch.zeros(2, self._count, dtype=torch.int64, device=where)
+        counts[:, self._position] = torch.tensor([samples, kind])
         if self._process_group is not None:
             self._process_group.all_reduce(counts).wait()
-        each = counts.tolist()
+        each, kinds = counts.tolist()
+        if len(set(kinds)) > 1:
+            raise DataError(
+                "the ranks bring rows of unlike shapes or dtypes; only the first dimension may differ: pad the others to one length"
+            )
         self.first = [0, *accumulate(each)][self._position]
         self._whole = sum(each)
         return self._whole
