@@ -1,0 +1,109 @@
+"""Nodes of a cluster in groups that a scheduler can be asked for."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from heterodyne.cluster import Cluster
+from heterodyne.cluster.catalog import find
+from heterodyne.errors import ClusterError
+
+__all__ = ["Group", "Launch", "groups_of"]
+
+_LONGEST_NAME = 40  # schedulers add to it, and host names have 63 characters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What is to run: ``command`` is the program of one process and its arguments, without a launcher.
+
+    ``image``: of the containers; ``hours``: after how many the job is ended; None: the scheduler's own limit.
+    """
+
+    command: Sequence[str]
+    name: str = "heterodyne"
+    image: str = ""
+    hours: float | None = None
+    port: int = 29500
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", self.name) or len(self.name) > _LONGEST_NAME:
+            raise ClusterError(
+                f"the name {self.name!r} of a job has lower-case letters, digits and '-' between them, {_LONGEST_NAME} at most"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Nodes with the same devices. ``first``: how many nodes are before them; ``devices``: the number of each kind in a node."""
+
+    name: str
+    nodes: int
+    first: int
+    devices: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def processes(self) -> int:
+        """Return how many processes a node runs."""
+        return self.devices.total()
+
+    def resources(self) -> dict[str, int]:
+        """Return the devices of a node by the maker that a scheduler knows them by; none for processes on CPUs."""
+        found: Counter[str] = Counter()
+        for kind, count in self.devices.items():
+            if kind != "cpu":
+                accelerator = find(kind)
+                found[accelerator.maker if accelerator else ""] += count
+        return dict(found)
+
+
+def groups_of(cluster: Cluster) -> list[Group]:
+    """Return the nodes of a cluster in its order, so that ranks are those of the cluster file. Raises ClusterError."""
+    nodes = [(node, Counter(d.kind for d in devices)) for node, devices in groupby(cluster.devices, lambda d: d.node)]
+    names = [node for node, _ in nodes]
+    if len(set(names)) < len(names):
+        raise ClusterError(f"the devices of a node of cluster {cluster.name!r} do not follow each other")
+    found: list[Group] = []
+    for node, devices in nodes:
+        last = found[-1] if found else None
+        if last is not None and last.devices == devices:
+            found[-1] = Group(name=last.name, nodes=last.nodes + 1, first=last.first, devices=devices)
+        else:
+            first = sum(group.nodes for group in found)
+            found.append(Group(name=_label(node, len(found)), nodes=1, first=first, devices=devices))
+    return found
+
+
+def torchrun(group: Group, groups: Sequence[Group], launch: Launch, *, node: str, master: str) -> str:
+    """Return the command that starts the processes of a node.
+
+    Args:
+        node: the place of the node in its group, as an expression of the shell.
+        master: the host of the first node.
+    """
+    options = [
+        f"--nnodes={sum(each.nodes for each in groups)}",
+        f"--node-rank=$(({group.first} + {node}))",
+        f"--nproc-per-node={group.processes}",
+        f"--master-addr={master}",
+        f"--master-port={launch.port}",
+    ]
+    return " ".join(["torchrun", *options, *_program(launch.command)])
+
+
+def _program(command: Sequence[str]) -> list[str]:
+    """Return what torchrun runs: a script by its path, anything else as it is."""
+    python = command[:1] and re.fullmatch(r"(.*/)?python[0-9.]*", command[0])
+    words = [shlex.quote(word) for word in command]
+    return words[1:] if python else ["--no-python", *words]
+
+
+def _label(name: str, number: int) -> str:
+    """Return a name that a host may have."""
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower())[:12].strip("-0123456789")
+    return f"{plain or 'nodes'}-{number}"
