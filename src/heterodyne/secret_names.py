@@ -6,7 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["has_secrets", "without_secrets"]
+__all__ = ["SECRET_VARIABLE", "has_secrets", "without_secrets"]
+
+SECRET_VARIABLE: Final = "HETERODYNE_RUN_SECRET"
+"""Has what the workers of a run know each other by."""
 
 LEFT_OUT: Final = "(left out: a secret by its name)"
 

@@ -30,6 +30,7 @@ from heterodyne.processes.parent import VARIABLE, LauncherEnd
 from heterodyne.processes.port import reserve_port
 from heterodyne.processes.signals import StopRequest, stop_requests
 from heterodyne.processes.status import GAVE_UP_ON_A_PEER, OUT_OF_MEMORY, STOPPED, TOLD, describe_exit, shell_status
+from heterodyne.secret_names import SECRET_VARIABLE
 
 __all__ = ["WorkerSpec", "launch_workers", "most_workers", "to_standard_error"]
 
@@ -157,7 +158,7 @@ def _environment(rank: int, world_size: int, port: int, mark: str, secret: str, 
     # The level hides warnings of torch's network code about peers that end, which are told once and in words.
     defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"} | _loopback()
     defaults["PYTHONHASHSEED"] = "0"  # a model may be built in the order of a set of words
-    defaults["HETERODYNE_RUN_SECRET"] = secret  # with which the workers know each other
+    defaults[SECRET_VARIABLE] = secret  # with which the workers know each other
     return marked_environment(mark, defaults | inherited | torchrun | dict(spec.environment))
 
 

@@ -1,7 +1,8 @@
-"""What a scheduler takes, written from one cluster file: a group of nodes for each kind of node, one process for each device.
+"""Jobs on several hosts, from one cluster file: started over ssh, or written for a scheduler. One process for each device.
 
 groups       nodes of a cluster that are alike and follow each other
 slurm        a batch script, with a component for each group
+remote       one node over ssh
 kubernetes   a JobSet, and a TrainJob with its runtime, with a replicated job for each group
 """
 

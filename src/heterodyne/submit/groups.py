@@ -13,7 +13,7 @@ from heterodyne.cluster import Cluster
 from heterodyne.cluster.catalog import find
 from heterodyne.errors import ClusterError
 
-__all__ = ["Group", "Launch", "groups_of"]
+__all__ = ["Group", "Launch", "groups_of", "nodes_of", "torchrun"]
 
 _LONGEST_NAME = 40  # schedulers add to it, and host names have 63 characters
 
@@ -64,12 +64,10 @@ class Group:
 
 def groups_of(cluster: Cluster) -> list[Group]:
     """Return the nodes of a cluster in its order, so that ranks are those of the cluster file. Raises ClusterError."""
-    nodes = [(node, Counter(d.kind for d in devices)) for node, devices in groupby(cluster.devices, lambda d: d.node)]
-    names = [node for node, _ in nodes]
-    if len(set(names)) < len(names):
-        raise ClusterError(f"the devices of a node of cluster {cluster.name!r} do not follow each other")
+    names = nodes_of(cluster)
+    devices_of = {name: Counter(d.kind for d in cluster.devices if d.node == name) for name in names}
     found: list[Group] = []
-    for node, devices in nodes:
+    for node, devices in devices_of.items():
         last = found[-1] if found else None
         if last is not None and last.devices == devices:
             found[-1] = Group(name=last.name, nodes=last.nodes + 1, first=last.first, devices=devices)
@@ -77,6 +75,14 @@ def groups_of(cluster: Cluster) -> list[Group]:
             first = sum(group.nodes for group in found)
             found.append(Group(name=_label(node, len(found)), nodes=1, first=first, devices=devices))
     return found
+
+
+def nodes_of(cluster: Cluster) -> list[str]:
+    """Return the names of the nodes, in the order of their ranks. Raises ClusterError if devices of two nodes take turns."""
+    names = [node for node, _ in groupby(device.node for device in cluster.devices)]
+    if len(set(names)) < len(names):
+        raise ClusterError(f"the devices of a node of cluster {cluster.name!r} do not follow each other")
+    return names
 
 
 def torchrun(group: Group, groups: Sequence[Group], launch: Launch, *, node: str, master: str) -> str:

@@ -150,3 +150,55 @@ def test_the_verb_writes_to_standard_output(capsys: pytest.CaptureFixture[str]) 
     assert "train.py --steps 3" in capsys.readouterr().out
     assert run(["submit", file, "--to", "pbs", "--", "python", "train.py"]) == 2
     assert "one of slurm, jobset, trainjob" in capsys.readouterr().err
+
+
+@pytest.fixture
+def ssh(tmp_path: Path, shell: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Hosts a, b and c, which ssh reaches, and gone, which it does not."""
+    program(tmp_path, "ssh", 'shift 2; [ "$1" = gone ] && exit 255; export HOST=$1; shift; exec bash -c "$*"')
+    monkeypatch.setenv("PATH", shell["PATH"])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def launch(folder: Path, hosts: str, *options: str) -> int:
+    nodes = "\n".join(
+        f"  - name: {host}\n    devices: [{{kind: cpu, count: 2, memory: 1GiB}}]" for host in hosts.split()
+    )
+    (folder / "cluster.yaml").write_text(f"name: hosts\nnodes:\n{nodes}\n")
+    return run(
+        ["launch", "cluster.yaml", "--directory", str(folder), "--logs", "logs", *options, "--", "python", "t.py"]
+    )
+
+
+def test_hosts_are_started_over_ssh_with_one_secret(ssh: Path) -> None:
+    program(
+        ssh,
+        "torchrun",
+        'echo "$HOST ${#HETERODYNE_RUN_SECRET} $SET $*" >> started; echo "$HETERODYNE_RUN_SECRET" >> secrets',
+    )
+    assert launch(ssh, "a b c", "--setup", "export SET=up", "--port", "4") == 0
+    assert sorted((ssh / "started").read_text().splitlines()) == [
+        f"{host} 64 up --nnodes=3 --node-rank={rank} --nproc-per-node=2 --master-addr=a --master-port=4 t.py"
+        for rank, host in enumerate("abc")
+    ]
+    assert len(set((ssh / "secrets").read_text().splitlines())) == 1
+
+
+def test_all_hosts_end_when_one_fails(ssh: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    program(
+        ssh,
+        "torchrun",
+        'if [ $HOST = b ]; then sleep 1; echo broken; exit 3; fi\ntrap "echo $HOST >> ended; exit" TERM; sleep 60 & wait',
+    )
+    assert launch(ssh, "a b c") == 3
+    told = capfd.readouterr().err
+    assert "host b" in told
+    assert "broken" in told
+    assert sorted((ssh / "ended").read_text().split()) == ["a", "c"]
+
+
+def test_a_host_that_cannot_be_reached_is_named(ssh: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    program(ssh, "torchrun", "sleep 60")
+    assert launch(ssh, "a gone") == 255
+    assert "try 'ssh gone true'" in capfd.readouterr().err

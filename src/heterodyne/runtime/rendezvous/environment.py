@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from heterodyne.errors import WorkerError
+from heterodyne.secret_names import SECRET_VARIABLE
 
 __all__ = ["SECRET_VARIABLE", "WorkerEnvironment"]
 
-SECRET_VARIABLE = "HETERODYNE_RUN_SECRET"
 _SHORTEST_SECRET = 16
 _MPI = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
