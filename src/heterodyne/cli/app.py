@@ -19,7 +19,20 @@ from typing import Final
 import typer
 
 import heterodyne
-from heterodyne.cli import devices, emulate, kinds, launch, measure, plan, report, simulate, submit, train, verify
+from heterodyne.cli import (
+    devices,
+    doctor,
+    emulate,
+    kinds,
+    launch,
+    measure,
+    plan,
+    report,
+    simulate,
+    submit,
+    train,
+    verify,
+)
 from heterodyne.errors import FileError, HeterodyneError
 from heterodyne.processes import worker_exit_status
 from heterodyne.runtime.rendezvous.file_handles import TOO_MANY_OPEN
@@ -73,7 +86,7 @@ def application() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for verb in (devices, kinds, measure, plan, simulate, train, verify, report, launch, submit):
+    for verb in (devices, kinds, measure, plan, simulate, train, verify, report, doctor, launch, submit):
         app.command(verb.__name__.rpartition(".")[2].replace("_", "-"))(_ending(verb.command))
     app.command("emulate", context_settings={"allow_interspersed_args": False})(_ending(emulate.command))
     return app
