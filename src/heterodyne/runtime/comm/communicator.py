@@ -18,6 +18,7 @@ from torch import Tensor
 
 from heterodyne.errors import WorkerError
 from heterodyne.runtime.comm.agreement import Agreement
+from heterodyne.runtime.comm.islands import Islands
 from heterodyne.runtime.comm.objects import Objects
 from heterodyne.runtime.comm.p2p import P2P, Lane
 from heterodyne.runtime.comm.process_group import ProcessGroup
@@ -111,20 +112,56 @@ class Communicator:
 
     def process_group(self, ranks: Sequence[int]) -> ProcessGroup | None:
         """A process group of those ranks; None if this rank is not one of them."""
+        islands = self._islands(ranks)
         backend = self._native_backend(ranks)
         group = self._group(ranks, backend or "gloo")
+        up, down = self._inside(islands)
         if self.rank not in ranks:
             return None
         homes = {self._neighbourhoods[rank] for rank in ranks}
         on_hosts = {self._devices[rank].platform for rank in ranks} == {"cpu"}
         neighbours = on_hosts and len(homes) == 1 and None not in homes
         made = ProcessGroup(
-            ranks, group, device=self.device, via_host=backend is None, neighbours=neighbours, key=self._key
+            ranks,
+            group,
+            device=self.device,
+            via_host=backend is None,
+            neighbours=neighbours,
+            islands=Islands(self.rank, islands, group, up, down) if islands and group is not None else None,
+            inside=up,
+            key=self._key,
         )
         self._process_groups.append(made)
         if backend not in (None, "gloo"):
             made.connect()
         return made
+
+    def _islands(self, ranks: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the ranks that reach each other by something faster than others: devices of one platform, CPU workers of one host. Nothing
+        if that makes no difference: there is one island, or each has one rank.
+        """
+        found: dict[object, list[int]] = {}
+        for rank in ranks:
+            platform = self._devices[rank].platform
+            home = self._neighbourhoods[rank] or rank
+            found.setdefault(platform if platform != "cpu" else ("cpu", home), []).append(rank)
+        islands = [tuple(each) for each in found.values() if self._native_backend(each) is not None or len(each) == 1]
+        useful = len(islands) == len(found) and len(islands) > 1 and any(len(each) > 1 for each in islands)
+        return islands if useful else []
+
+    def _inside(self, islands: Sequence[Sequence[int]]) -> tuple[ProcessGroup | None, ProcessGroup | None]:
+        """Return the process groups of this rank's island for the way up and down, None for one of one rank. Collective over all ranks.
+
+        They are two where calls come from several threads, as those of accelerators do.
+        """
+        up: ProcessGroup | None = None
+        down: ProcessGroup | None = None
+        for island in (each for each in islands if len(each) > 1):
+            first = self.process_group(island)
+            second = first if self._devices[island[0]].platform == "cpu" else self.process_group(island)
+            if first is not None:
+                up, down = first, second
+        return up, down
 
     def p2p(self) -> P2P:
         """A way to send tensors from rank to rank. Collective over all ranks."""

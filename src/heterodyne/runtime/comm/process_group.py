@@ -1,7 +1,8 @@
 """A process group that may span unlike devices: collectives among some ranks, in call order.
 
 If all ranks have a device of one platform each, tensors use its native backend (nccl, xccl; gloo on CPU). Between unlike devices they go
-through host memory: copied to a pinned buffer, reduced by gloo, copied back. CPU workers of one machine reduce the `buffers` of a
+through host memory: copied to a pinned buffer, reduced by gloo, copied back; all-reduces of more than small tensors first inside of each
+island of devices of one platform, or of CPU workers of one host (`Islands`). CPU workers of one machine reduce the `buffers` of a
 process group in shared memory, and exchange ranges of transient tensors there (`share_ranges`).
 """
 
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from heterodyne.graph.sharding.price import LATENCY_BYTES
+from heterodyne.runtime.comm.islands import Islands
 from heterodyne.runtime.comm.objects import Objects
 from heterodyne.runtime.comm.ring import all_gather_ring, reduce_scatter_ring
 from heterodyne.runtime.comm.shared_exchange import SharedExchange
@@ -37,7 +40,8 @@ class ProcessGroup:
     """Collectives between ``ranks``, in one order. Without a group (one rank only) every collective is the identity.
 
     Tensors lie where the process group `works_on` or, if that is the host, on this worker's device; `all_reduce` needs a contiguous one.
-    ``neighbours``: all ranks are CPU workers that can share memory. ``key``: see `Objects`.
+    ``neighbours``: all ranks are CPU workers that can share memory. ``islands``: see `Islands`; ``inside``: the process group of this
+    rank's island. ``key``: see `Objects`.
     """
 
     def __init__(
@@ -48,6 +52,8 @@ class ProcessGroup:
         device: torch.device,
         via_host: bool,
         neighbours: bool = False,
+        islands: Islands | None = None,
+        inside: ProcessGroup | None = None,
         key: bytes = b"",
     ) -> None:
         self.ranks = tuple(ranks)
@@ -55,6 +61,7 @@ class ProcessGroup:
         self._device = device
         self._via_host = via_host
         self.neighbours = neighbours and group is not None
+        self._islands, self._inside = islands, inside
         self._objects = Objects(group, key)
         self._shared: list[SharedBuffers] = []
         self._rooms: SharedRanges | None = None
@@ -86,6 +93,8 @@ class ProcessGroup:
 
         Collective, with the same sizes on every rank. They live as long as the process group.
         """
+        if self._inside is not None:
+            return self._inside.buffers(sizes)
         if self.neighbours:
             shared = SharedBuffers.allocate(sizes, self.place, self._objects.gather)
             if shared is not None:
@@ -108,6 +117,8 @@ class ProcessGroup:
         """Start the sum of ``tensor`` over the ranks, in place. With ``timed``, `Work.ended` is kept."""
         if self._group is None:
             return Work(timed=timed)
+        if self._islands is not None and tensor.nbytes >= LATENCY_BYTES:
+            return self._islands.all_reduce(tensor, self._in_order(), timed=timed)
         if self._via_host and tensor.device.type != "cpu":
             return self._through_host(tensor, lambda host: dist.all_reduce(host, group=self._group), timed=timed)
         if self._shared:
@@ -130,7 +141,8 @@ class ProcessGroup:
             then()
             return tensor
 
-        if self._group is not None and not self._shared and (tensor.device.type == "cpu" or not self._via_host):
+        direct = not self._shared and self._islands is None
+        if self._group is not None and direct and (tensor.device.type == "cpu" or not self._via_host):
             work: dist.Work = dist.all_reduce(tensor, group=self._group, async_op=True)
             return work.get_future().then(summed)
         devices: list[int | str | torch.device] = [] if tensor.device.type == "cpu" else [tensor.device]
