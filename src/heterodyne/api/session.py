@@ -157,10 +157,13 @@ def open_session(
             socket.gethostname(),
             node_rank=0 if environment is None else environment.node_rank,
         )
+        if cluster_file is None:
+            cluster = _without_leftovers(found)
+        else:
+            cluster = _as_described(load_cluster(cluster_file), found, Path(cluster_file))
+        communicator.link_bandwidths = _to_other_hosts(cluster)
         yield Session(
-            cluster=_without_leftovers(found)
-            if cluster_file is None
-            else _as_described(load_cluster(cluster_file), found, Path(cluster_file)),
+            cluster=cluster,
             device=device,
             communicator=communicator,
             agreement=Agreement.of_all(key=key),
@@ -180,6 +183,18 @@ def _own_device(local_rank: int) -> torch.device:
         torch.accelerator.set_device_index(local_rank)
         return torch.device(kind.type, local_rank)
     return torch.device("cpu")
+
+
+def _to_other_hosts(cluster: Cluster) -> list[float] | None:
+    """Return the bandwidth of the host of each rank: that of its fastest link to another host. None where nothing is known of one."""
+    nodes = dict.fromkeys(device.node for device in cluster.devices)
+    between = {
+        node: [
+            link.bandwidth_bytes_per_s for link in cluster.links if node in link.between and len(set(link.between)) > 1
+        ]
+        for node in nodes
+    }
+    return [max(between[device.node]) for device in cluster.devices] if all(between.values()) else None
 
 
 def _without_leftovers(found: Cluster) -> Cluster:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from heterodyne.units import parse_bandwidth, parse_bytes
 
 __all__ = ["command"]
 
+_FAST = "10Gb/s"  # of a host whose link is not said
 _LAUNCHERS = frozenset(
     {"torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate.commands.launch"}
     | {"deepspeed", "mpirun", "mpiexec", "srun"}
@@ -22,8 +24,17 @@ _LAUNCHERS = frozenset(
 def command(
     run: Annotated[list[str], typer.Argument(metavar="CMD", help="What each worker runs; write -- before it.")],
     speeds: Annotated[
-        str, typer.Option("--speeds", metavar="A,B,...", help="One number a worker: its share of a core, at most 1.")
-    ],
+        str | None,
+        typer.Option("--speeds", metavar="A,B,...", help="One number a worker: its share of a core, at most 1."),
+    ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            "--hosts",
+            metavar="NxA[@LINK],...",
+            help="Hosts with N workers each, in place of --speeds: 3x0.7,2x0.5@200Mb/s.",
+        ),
+    ] = None,
     memory: Annotated[
         str | None, typer.Option("--memory", metavar="A[,B...]", help="A limit for each worker, or one for all: 2GiB.")
     ] = None,
@@ -36,20 +47,36 @@ def command(
 ) -> int:
     """Run a command on unequal workers.
 
-    It is run once for each speed, slowed down from outside, with the environment that torchrun gives; so any program that runs
-    under torchrun can be run. Rank 0 has the terminal.
+    It is run once for each speed, or for each worker of the hosts, slowed down from outside, with the environment that torchrun gives;
+    so any program that runs under torchrun can be run. Rank 0 has the terminal.
     """
     if mechanism not in ("auto", "cgroup", "signals"):
         raise UnitError(f"--mechanism {mechanism}: write auto, cgroup or signals")
     _require_no_launcher(run)
     chosen: Mechanism = mechanism  # type: ignore[assignment]  # the test above narrows it
+    if (speeds is None) == (hosts is None) or (hosts is not None and links is not None):
+        raise UnitError("give --speeds (and --links), or --hosts, whose links stand behind '@'")
+    described = [_host(text) for text in (hosts or "").split(",") if text]
     return emulate(
-        [_number(text) for text in speeds.split(",")],
+        [_number(text) for text in (speeds or "").split(",") if text]
+        or [s for of_host, _ in described for s in of_host],
         run,
         memory=None if memory is None else [parse_bytes(text) for text in memory.split(",")],
-        links=None if links is None else [parse_bandwidth(text) for text in links.split(",")],
+        links=[link for _, link in described]
+        or (None if links is None else [parse_bandwidth(t) for t in links.split(",")]),
+        hosts=[number for number, (of_host, _) in enumerate(described) for _ in of_host] or None,
         mechanism=chosen,
     )
+
+
+def _host(text: str) -> tuple[list[float], float]:
+    """Return the speeds of the workers of a host, and its link in bytes per second. Raises UnitError."""
+    match = re.fullmatch(r"([0-9]{1,4})x\(?([0-9.]+)\)?(?:@(.+))?", text.strip())
+    if match is None:
+        raise UnitError(
+            f"--hosts: {text!r} is no host; write for example 3x0.7@200Mb/s: three workers with 0.7 of a core, and a link"
+        )
+    return [_number(match[2])] * int(match[1]), parse_bandwidth(match[3] or _FAST)
 
 
 def _require_no_launcher(run: list[str]) -> None:

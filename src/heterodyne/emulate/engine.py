@@ -45,6 +45,7 @@ _LEAST_SPEED = 1e-3  # the kernel's least quota is 1 ms, in a period of 1 s at m
 _LEAST_MEMORY, _MOST_MEMORY = 2**20, 2**50
 _LEAST_LINK = 1_000.0
 _CONTROLLERS: tuple[Controller, ...] = ("cpu", "memory")
+_NAMED = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"')  # under a host name of its own
 _Number = TypeVar("_Number", int, float)
 _Parents = tuple[tuple[Hierarchy, Path], ...]
 
@@ -55,6 +56,7 @@ def emulate(
     *,
     memory: Sequence[int] | None = None,
     links: Sequence[float] | None = None,
+    hosts: Sequence[int] | None = None,
     mechanism: Mechanism = "auto",
     logs: Path | None = None,
     grace_s: float = 5.0,
@@ -69,7 +71,10 @@ def emulate(
         speeds: for each rank, CPU time over time: 0 < speed <= 1, because a worker has one thread.
         command: the program and its arguments.
         memory: bytes for each rank, or one number for all; None: no limit.
-        links: bytes per second, in each direction, between each rank and one switch, or one number for all; None: no limit.
+        links: bytes per second, in each direction, between each rank (of ``hosts``, each host) and one switch, or one number for all;
+            None: no limit.
+        hosts: for each rank, the number of the host that it is on, from 0 on; ranks of one host have one name, one network and one link.
+            They need ``links``. None: one machine, or a machine for each rank that has a link.
         mechanism: ``cgroup`` (a CPU quota), ``signals`` (SIGSTOP and SIGCONT), or ``auto``: the first if it can be had.
         logs: where the output of the ranks other than 0 goes; None: a temporary directory, kept only after a failure.
         say: takes each line for people.
@@ -79,8 +84,13 @@ def emulate(
         WorkerError: the command cannot be started.
     """
     memory = _for_each(memory, len(speeds), "memory")
-    links = _for_each(links, len(speeds), "links")
+    ends = len(speeds) if hosts is None else 1 + max(hosts, default=-1)
+    links = _for_each(links, ends, "links")
     _check(speeds, command, memory, links)
+    if hosts is not None and (links is None or len(hosts) != len(speeds) or set(hosts) != set(range(ends))):
+        raise EmulateError(
+            f"hosts: {list(hosts)} for {len(speeds)} workers; give each a number from 0 on, and the links of the hosts"
+        )
     with ExitStack() as stack:
         stop = stack.enter_context(stop_requests())  # so that a signal while things are made or removed leaves nothing
         _clean(say)
@@ -95,7 +105,7 @@ def emulate(
         )
         networks = None if links is None else stack.enter_context(worker_networks(links))
         cycle = None if by_quota else stack.enter_context(duty_cycle())
-        specs = _specs(command, speeds, groups, networks, cycle)
+        specs = _specs(command, speeds, groups, networks, cycle, hosts)
         if stop.number is not None:
             return shell_status(-stop.number)
         return launch_workers(specs, logs=logs, grace_s=grace_s, say=say)
@@ -107,16 +117,30 @@ def _specs(
     groups: Sequence[WorkerGroup],
     networks: Sequence[WorkerNetwork] | None,
     cycle: DutyCycle | None,
+    hosts: Sequence[int] | None,
 ) -> list[WorkerSpec]:
+    ends = range(len(speeds)) if hosts is None else hosts
+    named = [tuple(command) if hosts is None else (*_NAMED, f"host-{host}", *command) for host in ends]
     return [
         WorkerSpec(
-            command=group.enter(tuple(command) if networks is None else networks[rank].enter(command)),
-            environment={} if networks is None else networks[rank].environment,
+            command=group.enter(named[rank] if networks is None else networks[ends[rank]].enter(named[rank])),
+            environment=({} if networks is None else networks[ends[rank]].environment)
+            | ({} if hosts is None else _place(rank, hosts)),
             on_start=None if cycle is None else partial(cycle.pace, speed=speed),
             explain=group.explain,
         )
         for rank, (speed, group) in enumerate(zip(speeds, groups, strict=True))
     ]
+
+
+def _place(rank: int, hosts: Sequence[int]) -> dict[str, str]:
+    """Return what torchrun tells a worker of its place on its host."""
+    return {
+        "LOCAL_RANK": str(list(hosts[:rank]).count(hosts[rank])),
+        "LOCAL_WORLD_SIZE": str(list(hosts).count(hosts[rank])),
+        "GROUP_RANK": str(hosts[rank]),
+        "GROUP_WORLD_SIZE": str(len(set(hosts))),
+    }
 
 
 def _for_each(values: Sequence[_Number] | None, workers: int, what: str) -> Sequence[_Number] | None:

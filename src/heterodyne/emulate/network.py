@@ -1,4 +1,4 @@
-"""Links of limited bandwidth: each worker in a network namespace of its own, all at one switch, each link with a rate.
+"""Links of limited bandwidth: each worker, or each host of several, in a network namespace, all at one switch, each link with a rate.
 
 Everything lives in namespaces of ours, the switch too: no address, interface or rule of the machine is touched, and
 deleting the namespaces removes it all. The workers reach each other and nobody else.

@@ -16,27 +16,26 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-__all__ = ["Message", "Range", "homes_of", "messages_of", "shares_by_link"]
+__all__ = ["Range", "Segment", "homes_of", "inside_ranges", "segments_of", "shares_by_link"]
 
 Range = tuple[int, int]
 """Elements ``[start, stop)`` of a flat tensor."""
 
 
-class Message(NamedTuple):
-    """Elements ``[start, stop)`` that one rank sends another: the sums of its ``island``, or the total if that is the island's home."""
+class Segment(NamedTuple):
+    """Elements ``[start, stop)`` of which the ``holders``, one rank of each island, have the sums of their islands; the one of the island
+    ``home`` adds them up."""
 
-    sender: int
-    receiver: int
     start: int
     stop: int
-    island: int
+    home: int
+    holders: tuple[int, ...]
 
 
 def shares_by_link(bandwidths: Sequence[float]) -> tuple[float, ...]:
     """Return which share of the homes each island has, so that the slowest link is done soonest:
 
         f_i = clamp((T b_i / N - 1) / (G - 2), 0, 1)
-
 
     T is the least time with which the shares add up to 1. Of two islands every division takes as long: they have one half each.
     """
@@ -61,27 +60,29 @@ def homes_of(elements: int, shares: Sequence[float]) -> list[Range]:
     return list(pairwise([0, *borders[:-1], elements]))
 
 
-def messages_of(islands: Sequence[Sequence[int]], homes: Sequence[Range]) -> tuple[list[Message], list[Message]]:
-    """Return what is sent to the homes, and what the homes send back, in one order for all ranks.
+def segments_of(islands: Sequence[Sequence[int]], homes: Sequence[Range], most: int) -> list[Segment]:
+    """Return the elements in segments of at most so many, in the order in which they are exchanged: the same on all ranks.
+
+    The parts of all holders go on at the same time, so that one is sent back while others are on their way.
 
     Args:
         islands: the ranks of each.
         homes: the range whose home each is.
     """
-    held = [dict(zip(ranks, inside_ranges(homes[-1][1], len(ranks)), strict=True)) for ranks in islands]
-    there: list[Message] = []
-    back: list[Message] = []
-    for number, of in enumerate(held):
-        for home, (start, stop) in enumerate(homes):
-            if home == number:
-                continue
-            for rank, (low, high) in of.items():
-                for other, (first, last) in held[home].items():
-                    begin, end = max(start, low, first), min(stop, high, last)
-                    if begin < end:
-                        there.append(Message(rank, other, begin, end, number))
-                        back.append(Message(other, rank, begin, end, home))
-    return there, back
+    elements = homes[-1][1]
+    held = [inside_ranges(elements, len(ranks)) for ranks in islands]
+    borders = sorted({0, elements, *(stop for ranges in (*held, homes) for _, stop in ranges)})
+    found: list[tuple[int, Segment]] = []
+    for low, high in pairwise(borders):
+        holders = tuple(
+            next(rank for rank, (_, stop) in zip(ranks, ranges, strict=True) if low < stop)
+            for ranks, ranges in zip(islands, held, strict=True)
+        )
+        home = next(number for number, (_, stop) in enumerate(homes) if low < stop)
+        pieces = -(-(high - low) // most)
+        cuts = [low + (high - low) * piece // pieces for piece in range(pieces + 1)]
+        found += [(turn, Segment(*cut, home, holders)) for turn, cut in enumerate(pairwise(cuts))]
+    return [segment for _, segment in sorted(found)]
 
 
 def inside_ranges(elements: int, ranks: int) -> list[Range]:

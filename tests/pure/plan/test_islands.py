@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterodyne.plan.islands import homes_of, inside_ranges, messages_of, shares_by_link
+from heterodyne.plan.islands import homes_of, inside_ranges, segments_of, shares_by_link
 
 SIZES = st.lists(st.integers(1, 5), min_size=2, max_size=5)
 
@@ -19,33 +19,24 @@ def numbered(sizes: list[int]) -> list[list[int]]:
     return [list(range(a, b)) for a, b in itertools.pairwise(ends)]
 
 
-@given(SIZES, st.integers(0, 300), st.data())
-def test_every_rank_ends_with_the_sum_of_all(sizes: list[int], elements: int, data: st.DataObject) -> None:
+@given(SIZES, st.integers(0, 300), st.integers(1, 40), st.data())
+def test_every_element_is_exchanged_once(sizes: list[int], elements: int, most: int, data: st.DataObject) -> None:
     islands = numbered(sizes)
-    shares = data.draw(
-        st.lists(st.floats(0, 1), min_size=len(sizes), max_size=len(sizes)).filter(lambda s: sum(s) > 0.1)
-    )
+    drawn = st.lists(st.floats(0, 1), min_size=len(sizes), max_size=len(sizes)).filter(lambda s: sum(s) > 0.1)
+    shares = data.draw(drawn)
     homes = homes_of(elements, [share / sum(shares) for share in shares])
     assert homes[0][0] == 0
     assert homes[-1][1] == elements
-    there, back = messages_of(islands, homes)
-    draw = np.random.default_rng(0)
-    own = [draw.integers(0, 1000, elements) for _ in range(sum(sizes))]
-    partial = {rank: sum(own[other] for other in ranks) for ranks in islands for rank in ranks}
-    of = {
-        rank: range_
-        for ranks in islands
-        for rank, range_ in zip(ranks, inside_ranges(elements, len(ranks)), strict=True)
-    }
-    totals = {rank: np.array(partial[rank]) for rank in partial}
-    for message in there:
-        for rank in (message.sender, message.receiver):
-            assert of[rank][0] <= message.start < message.stop <= of[rank][1]
-        totals[message.receiver][message.start : message.stop] += partial[message.sender][message.start : message.stop]
-    for message in back:
-        totals[message.receiver][message.start : message.stop] = totals[message.sender][message.start : message.stop]
-    for rank, (low, high) in of.items():
-        assert np.array_equal(totals[rank][low:high], sum(own)[low:high])
+    of = {rank: own for ranks in islands for rank, own in zip(ranks, inside_ranges(elements, len(ranks)), strict=True)}
+    seen = np.zeros(elements, int)
+    for segment in segments_of(islands, homes, most):
+        assert 0 < segment.stop - segment.start <= most
+        assert homes[segment.home][0] <= segment.start < segment.stop <= homes[segment.home][1]
+        for rank, ranks in zip(segment.holders, islands, strict=True):
+            assert rank in ranks
+            assert of[rank][0] <= segment.start < segment.stop <= of[rank][1]
+        seen[segment.start : segment.stop] += 1
+    assert (seen == 1).all()
 
 
 @given(SIZES, st.lists(st.floats(0.1, 10.0), min_size=5, max_size=5))
@@ -53,11 +44,11 @@ def test_links_carry_what_the_closed_form_says(sizes: list[int], bandwidths: lis
     islands, elements = numbered(sizes), 10_000
     shares = shares_by_link(bandwidths[: len(sizes)])
     assert sum(shares) == pytest.approx(1)
-    there, back = messages_of(islands, homes_of(elements, shares))
-    for number, ranks in enumerate(islands):
-        for end in ("sender", "receiver"):
-            moved = sum(m.stop - m.start for m in [*there, *back] if getattr(m, end) in ranks)
-            assert moved == pytest.approx(elements * (1 + (len(islands) - 2) * shares[number]), abs=2 * len(islands))
+    segments = segments_of(islands, homes_of(elements, shares), 1000)
+    for number in range(len(islands)):
+        # Its sums of elements that have another home, and the totals of its own to each of the others; as much comes in.
+        moved = sum((s.stop - s.start) * (len(islands) - 1 if s.home == number else 1) for s in segments)
+        assert moved == pytest.approx(elements * (1 + (len(islands) - 2) * shares[number]), abs=2 * len(islands))
 
 
 def step_s(bandwidths: list[float], shares: tuple[float, ...]) -> float:

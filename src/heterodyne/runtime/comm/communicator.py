@@ -95,6 +95,8 @@ class Communicator:
         self.device = device
         self._timeout = _default_timeout() if timeout_s is None else timedelta(seconds=timeout_s)
         self._key = key
+        self.link_bandwidths: Sequence[float] | None = None
+        """Of the host of each rank to other hosts, the same on every rank; None: alike. It is read where process groups are made."""
         self._process_groups: list[ProcessGroup] = []
         self._p2ps: list[P2P] = []
         self._is_branch = False
@@ -127,7 +129,9 @@ class Communicator:
             device=self.device,
             via_host=backend is None,
             neighbours=neighbours,
-            islands=Islands(self.rank, islands, group, up, down) if islands and group is not None else None,
+            islands=Islands(self.rank, islands, group, up, down, self._bandwidths(islands))
+            if islands and group is not None
+            else None,
             inside=up,
             key=self._key,
         )
@@ -148,6 +152,11 @@ class Communicator:
         islands = [tuple(each) for each in found.values() if self._native_backend(each) is not None or len(each) == 1]
         useful = len(islands) == len(found) and len(islands) > 1 and any(len(each) > 1 for each in islands)
         return islands if useful else []
+
+    def _bandwidths(self, islands: Sequence[Sequence[int]]) -> list[float] | None:
+        if self.link_bandwidths is None:
+            return None
+        return [min(self.link_bandwidths[rank] for rank in island) for island in islands]
 
     def _inside(self, islands: Sequence[Sequence[int]]) -> tuple[ProcessGroup | None, ProcessGroup | None]:
         """Return the process groups of this rank's island for the way up and down, None for one of one rank. Collective over all ranks.

@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from heterodyne.plan.islands import Message, Range, homes_of, inside_ranges, messages_of, shares_by_link
+from heterodyne.plan.islands import Range, Segment, homes_of, inside_ranges, segments_of, shares_by_link
+from heterodyne.runtime.comm.ring import chunk_elements
 from heterodyne.runtime.comm.work import Work, timed_by
 
 __all__ = ["Inside", "Islands"]
 
-_KEPT = 64  # sizes of tensors whose messages are kept
+_KEPT = 64  # sizes of tensors whose segments are kept
 
 
 class Inside(Protocol):
@@ -55,7 +57,7 @@ class Islands:
         self._shares = shares_by_link(bandwidths or [1.0] * len(islands))
         self._own = next(number for number, ranks in enumerate(islands) if rank in ranks)
         self._place = list(islands[self._own]).index(rank)
-        self._messages = lru_cache(maxsize=_KEPT)(self._messages_of)
+        self._segments = lru_cache(maxsize=_KEPT)(self._segments_of)
 
     def all_reduce(self, tensor: Tensor, in_order: ThreadPoolExecutor, *, timed: bool) -> Work:
         """Start the sum of a contiguous tensor over the ranks, in place. ``in_order``: the thread of the process group."""
@@ -100,57 +102,79 @@ class Islands:
             self._down.all_gather_ranges(flat, ranges).wait()
 
     def _exchange(self, own: Tensor, first: int, elements: int) -> None:
-        """Turn the sums of this island over a range that begins at ``first`` into those of all; blocks."""
-        home, there, back = self._messages(elements)
+        """Turn the sums of this island over a range that begins at ``first`` into those of all; blocks.
 
-        def part(message: Message) -> Tensor:
-            return own[message.start - first : message.stop - first]
-
-        sent, received = self._begun(there, part, lambda message: torch.empty_like(part(message)))
-        begin, end = max(home[0], first), min(home[1], first + own.numel())
-        if begin < end:
-            total = torch.zeros_like(own[begin - first : end - first])
-            for island in range(len(self._islands)):  # in the same order whoever does it
-                if island == self._own:
-                    total += own[begin - first : end - first]
-                for message, tensor, work in received:
-                    if message.island == island:
-                        work.wait()
-                        total[message.start - begin : message.stop - begin] += tensor
-            own[begin - first : end - first] = total
-        for work in sent:
-            work.wait()
-        sent, received = self._begun(back, part, part)
-        for work in (*sent, *(work for _, _, work in received)):
-            work.wait()
-
-    def _begun(
-        self, messages: Sequence[tuple[int, Message]], outgoing: _Part, incoming: _Part
-    ) -> tuple[list[dist.Work], list[tuple[Message, Tensor, dist.Work]]]:
-        """Begin to send and receive what of the messages is this rank's, each under its number."""
-        sent, received = [], []
-        for tag, message in messages:
-            if message.sender == self._rank:
-                work = dist.isend(_bytes(outgoing(message)), message.receiver, group=self._group, tag=tag)
-                sent.append(cast(dist.Work, work))  # this rank is in the group
-            else:
-                tensor = incoming(message)
-                work = dist.irecv(_bytes(tensor), message.sender, group=self._group, tag=tag)
-                received.append((message, tensor, cast(dist.Work, work)))
-        return sent, received
-
-    def _messages_of(self, elements: int) -> tuple[Range, list[tuple[int, Message]], list[tuple[int, Message]]]:
-        """Return the range whose home this island is, and the messages of this rank with their numbers."""
-        homes = homes_of(elements, self._shares)
-        own = [
-            [(number, each) for number, each in enumerate(messages) if self._rank in (each.sender, each.receiver)]
-            for messages in messages_of(self._islands, homes)
+        Totals are sent back while later sums are on their way, so that links are busy in both directions.
+        """
+        begun = [
+            _Exchange(self._rank, self._own, self._group, own, first, number, s)
+            for number, s in self._segments(elements)
         ]
-        return homes[self._own], own[0], own[1]
+        for ahead, behind in zip_longest(begun, [None, *begun]):
+            if ahead is not None:
+                ahead.send()
+            if behind is not None:
+                behind.add_up()
+        for exchange in begun:
+            exchange.finish()
+
+    def _segments_of(self, elements: int) -> list[tuple[int, Segment]]:
+        """Return the segments that this rank holds, with their numbers."""
+        most = chunk_elements(elements, len(self._islands), 4)
+        segments = segments_of(self._islands, homes_of(elements, self._shares), most)
+        return [(number, segment) for number, segment in enumerate(segments) if self._rank in segment.holders]
 
 
-class _Part(Protocol):
-    def __call__(self, message: Message) -> Tensor: ...
+class _Exchange:
+    """What this rank does of one segment: it sends the sums of its island and gets the total, or it adds up and sends that back."""
+
+    def __init__(
+        self, rank: int, island: int, group: dist.ProcessGroup, own: Tensor, first: int, number: int, segment: Segment
+    ) -> None:
+        self._island, self._group, self._segment, self._tag = island, group, segment, number
+        self._own = own[segment.start - first : segment.stop - first]
+        self._others = [each for each in segment.holders if each != rank]
+        self._home = segment.holders[segment.home]
+        self._received: dict[int, tuple[Tensor, dist.Work]] = {}
+        self._works: list[dist.Work] = []
+
+    def send(self) -> None:
+        """Begin to send what the home adds up, or to receive it."""
+        if self._segment.home == self._island:
+            for other in self._others:
+                tensor = torch.empty_like(self._own)
+                self._received[other] = tensor, self._receive(tensor, other)
+        else:
+            self._works.append(self._send(self._own, self._home))
+
+    def add_up(self) -> None:
+        """At the home, add up in the order of the islands, and begin to send the total back; elsewhere begin to receive it.
+
+        The total comes when the home has what was sent, so that it may take its place.
+        """
+        if self._segment.home != self._island:
+            self._works.append(self._receive(self._own, self._home))
+            return
+        total = torch.zeros_like(self._own)
+        for island, holder in enumerate(self._segment.holders):
+            if island == self._island:
+                total += self._own
+            else:
+                tensor, work = self._received[holder]
+                work.wait()
+                total += tensor
+        self._own.copy_(total)
+        self._works += [self._send(self._own, other) for other in self._others]
+
+    def finish(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def _send(self, tensor: Tensor, to: int) -> dist.Work:
+        return cast(dist.Work, dist.isend(_bytes(tensor), to, group=self._group, tag=self._tag))
+
+    def _receive(self, tensor: Tensor, source: int) -> dist.Work:
+        return cast(dist.Work, dist.irecv(_bytes(tensor), source, group=self._group, tag=self._tag))
 
 
 def _bytes(tensor: Tensor) -> Tensor:
