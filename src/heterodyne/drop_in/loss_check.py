@@ -7,7 +7,7 @@ With the count right, the weighted losses of the parts are that of the whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,9 +29,18 @@ def loss_in(output: Any) -> Tensor | None:
 
 
 def require_count(
-    module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any], count: Count, *, words: str, sums: bool
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    count: Count,
+    *,
+    words: str,
+    sums: bool,
+    forward: Callable[..., Any] | None = None,
 ) -> bool:
-    """Compare the loss of a batch with that of its parts; False if ``module`` returns none in eval mode, or has one sample.
+    """Compare the loss of a batch with that of its parts, as ``forward`` gives it; None: as ``module`` does.
+
+    False if there is none in eval mode, if it is another one each time, or if there is one sample.
 
     Raises VerifyError with both losses.
     """
@@ -39,14 +48,14 @@ def require_count(
     if samples is None or samples < 2:
         return False
     modes = {part: part.training for part in module.modules()}
-    parts = [(0, samples), (0, 1), (1, samples)]
+    parts = [(0, samples), (0, 1), (1, samples), (0, samples)]
     losses, counts = [], []
     try:
         module.eval()
         with torch.no_grad():
             for first, stop in parts:
                 own, named = (_part(each, samples, first, stop) for each in (inputs, dict(keywords)))
-                loss = loss_in(module(*own, **named))
+                loss = loss_in((forward or module)(*own, **named))
                 if loss is None:
                     return False
                 losses.append(float(loss))
@@ -56,7 +65,9 @@ def require_count(
             part.training = training
     if not all(counts) or not all(map(math.isfinite, losses)):
         return True
-    weighted = sum(n * loss for n, loss in zip(counts[1:], losses[1:], strict=True)) / counts[0]
+    if losses[0] != losses[3]:
+        return False
+    weighted = sum(counts[part] * losses[part] for part in (1, 2)) / counts[0]
     dtype = next((p.dtype for p in module.parameters()), torch.float32)
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     low = torch.is_autocast_enabled(device.type) or dtype not in (torch.float32, torch.float64)

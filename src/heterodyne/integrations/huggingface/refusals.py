@@ -13,8 +13,9 @@ from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.integrations.huggingface.arguments import HeterodyneArguments
 from heterodyne.runtime.checkpoint.checkpoints import OTHER_DATA
 
-__all__ = ["require_arguments", "require_honoured", "require_optimizer", "require_same_length"]
+__all__ = ["require_arguments", "require_honoured", "require_optimizer", "require_same_length", "require_shared"]
 
+EAGERLY = "or use heterodyne.integrations.huggingface.Trainer, which runs any script eagerly with unequal shares"
 _OF_MODEL = {"params", "model", "optimizer_dict"}
 _SET = {
     "fsdp": "the plan says which rank holds what: leave it out",
@@ -35,6 +36,28 @@ _OVERRIDDEN = {
     "create_optimizer": "pass optimizer_cls_and_kwargs=(class, options)",
     "create_optimizer_and_scheduler": "pass optimizer_cls_and_kwargs=(class, options), override create_scheduler",
 }
+
+
+_CUT = "each rank holds the whole model and takes a share of the batch; HeterodyneTrainer cuts models"
+
+
+def require_shared(trainer: Any) -> None:
+    """Raises HeterodyneError with all that is asked of a Trainer whose ranks have shares of the batch, and cannot be honoured."""
+    args = trainer.args
+    wrong = [f"{name}: {_CUT}" for name in ("fsdp", "deepspeed", "parallelism_config") if getattr(args, name, None)]
+    if getattr(trainer.model, "tp_size", None) not in (None, 0, 1):
+        wrong.append(f"tensor parallelism of the model: {_CUT}")
+    if args.n_gpu > 1:
+        wrong.append(
+            "torch.nn.DataParallel would run on the GPUs of this process: start the script with torchrun --nproc-per-node gpu"
+        )
+    if args.world_size > 1 and args.auto_find_batch_size:
+        wrong.append("auto_find_batch_size: a rank would find a size of its own: set per_device_train_batch_size")
+    if args.world_size > 1 and getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
+        wrong.append(
+            "train_sampling_strategy='batch_rebalance': it gives each rank batches of its own, of like cost: take 'group_by_length'"
+        )
+    _require_none(wrong, "a Trainer on unequal shares", "")
 
 
 def require_arguments(args: TrainingArguments | None) -> HeterodyneArguments:
@@ -86,9 +109,9 @@ def _of(trainer: Any) -> Iterator[str]:
         yield "the model is spread by a device_map: load it without one"
 
 
-def _require_none(wrong: list[str]) -> None:
+def _require_none(wrong: list[str], whose: str = "HeterodyneTrainer", way_out: str = EAGERLY) -> None:
     if wrong:
-        raise HeterodyneError("\n  ".join(["HeterodyneTrainer cannot honour", *wrong]))
+        raise HeterodyneError("\n  ".join([f"{whose} cannot honour", *wrong, *([way_out] if way_out else [])]))
 
 
 def require_same_length(before: int | None, now: int | None, checkpoint: Path) -> None:
