@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 pytest.importorskip("accelerate")
 import transformers
 from accelerate import state
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from heterodyne.integrations.huggingface import Trainer, UnequalSharesMixin
 from multiprocess.pool import Pool, World
@@ -162,7 +163,7 @@ def arguments(world: World, folder: str, **more: Any) -> transformers.TrainingAr
     return transformers.TrainingArguments(folder, **{**given, **sizes, **more})
 
 
-def trainer_of(world: World, kind: str, folder: str, trainer: Any = None, **more: Any) -> Any:
+def trainer_of(world: World, kind: str, folder: str, trainer: Any = None, shares: Any = (), **more: Any) -> Any:
     torch.manual_seed(0)
     model = MODELS[kind]()
     classes = not isinstance(model, GPT2LMHeadModel | BertForMaskedLM)
@@ -175,41 +176,42 @@ def trainer_of(world: World, kind: str, folder: str, trainer: Any = None, **more
         eval_dataset=Texts(HELD_OUT, classes),
         compute_metrics=hits,
         compute_loss_func=FUNCTIONS.get(kind),
-        **({"shares": SHARES} if several else {}),
+        **({"shares": shares or SHARES[: world.world_size]} if several and shares is not None else {}),
     )
 
 
-def seen(trainer: Any, result: Any, predicted: Any) -> dict[str, Any]:
-    timed = ("runtime", "_per_second", "flos", "preparation")
-    predictions = predicted.predictions[0] if isinstance(predicted.predictions, tuple) else predicted.predictions
+TIMED = ("runtime", "_per_second", "flos", "preparation")
+
+
+def untimed(found: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in found.items() if not any(word in name for word in TIMED)}
+
+
+def seen(trainer: Any, result: Any) -> dict[str, Any]:
     return {
-        "history": [
-            {name: value for name, value in entry.items() if not any(word in name for word in timed)}
-            for entry in trainer.state.log_history
-        ],
+        "history": [untimed(entry) for entry in trainer.state.log_history],
         "loss": result.training_loss,
         "tokens": trainer.state.num_input_tokens_seen,
-        "before": {name: each for name, each in predicted.metrics.items() if not any(word in name for word in timed)},
-        "predictions": torch.as_tensor(predictions),
-        "labels": torch.as_tensor(predicted.label_ids),
         "weights": {name: each.detach().clone() for name, each in trainer.model.state_dict().items()},
     }
 
 
 def script(world: World, kind: str, folder: str) -> dict[str, Any]:
-    """Predicts before it trains, trains twice."""
+    """Predicts before it trains, and trains twice."""
     with launched(world):
         trainer = trainer_of(world, kind, folder)
         predicted = trainer.predict(trainer.eval_dataset)
-        first = trainer.train()
-        history = [*trainer.state.log_history]
+        scores = predicted.predictions[0] if isinstance(predicted.predictions, tuple) else predicted.predictions
+        first = seen(trainer, trainer.train())
         trainer.args.num_train_epochs = 1
-        again = trainer.train()
-        found = seen(trainer, again, predicted)
-        timed = ("runtime", "_per_second", "flos", "preparation")
-        found["first"] = [first.training_loss, *(e["loss"] for e in history if "loss" in e)]
-        found["timed"] = len(timed)
-        return found
+        again = seen(trainer, trainer.train())
+        return {
+            "metrics": untimed(predicted.metrics),
+            "predictions": torch.as_tensor(scores),
+            "labels": torch.as_tensor(predicted.label_ids),
+            "first": first,
+            "again": again,
+        }
 
 
 def require_same(found: Any, wanted: Any) -> None:
@@ -222,3 +224,89 @@ def test_a_script_is_that_of_one_process_whatever_its_loss_divides_by(pool: Pool
     for found in pool.run(RANKS, script, kind, str(tmp_path / "three")):
         for name in wanted:
             require_same(found[name], wanted[name])
+
+
+class Stream(IterableDataset[dict[str, Any]]):
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (Texts(4 * GLOBAL, classes=False)[index] for index in range(4 * GLOBAL))
+
+
+class ByLength(Trainer):
+    """Groups as the Trainer of three ranks does, however many there are."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        lengths = [int(row["attention_mask"].sum()) for row in map(self.train_dataset.__getitem__, range(SAMPLES))]
+        return LengthGroupedSampler(GLOBAL // RANKS, lengths=lengths)
+
+
+def loaded(world: World, folder: str) -> dict[str, Any]:
+    """With loaders of each kind that the arguments know."""
+    found = {}
+    whole = {f"per_device_{each}_batch_size": GLOBAL for each in ("train", "eval")}
+    kinds: dict[str, dict[str, Any]] = {
+        "drop_last": {"dataloader_drop_last": True},
+        "split": {"accelerator_config": {"split_batches": True}, **whole},
+        "dispatched": {"accelerator_config": {"dispatch_batches": True}, "dataloader_drop_last": True},
+        "stream": {"max_steps": 3, "eval_strategy": "no"},
+        "lengths": {"gradient_accumulation_steps": 1},
+    }
+    for kind, more in kinds.items():
+        dealt = world.world_size > 1 and kind not in ("dispatched", "stream")
+        with launched(world):
+            trainer = trainer_of(
+                world,
+                "items",
+                folder,
+                ByLength if kind == "lengths" else Trainer,
+                shares=SHARES if dealt else None,
+                **more,
+            )
+            if kind == "stream":
+                trainer.train_dataset = Stream()
+            found[kind] = seen(trainer, trainer.train())
+            if dealt:
+                assert trainer.explain() == "12 samples a step are dealt as 1, 3, 8, as they were given"
+                assert len(trainer.accelerator._dealers) == 1  # those of evaluations are gone
+    return found
+
+
+def test_loaders_of_each_kind_are_those_of_one_process(pool: Pool, tmp_path: Path) -> None:
+    """Streams, and what rank 0 reads for all, are dealt equally."""
+    (wanted,) = pool.run(1, loaded, str(tmp_path / "one"))
+    for found in pool.run(RANKS, loaded, str(tmp_path / "three")):
+        for kind in wanted:
+            require_same(found[kind], wanted[kind])
+
+
+def resumed(world: World, folder: str, checkpoint: str | None) -> dict[str, Any]:
+    saves = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_total_limit": 9,
+    }
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "hits", "learning_rate": 0.1}
+    with launched(world):
+        trainer = trainer_of(world, "items", folder, Trainer, gradient_accumulation_steps=1, **saves, **best)
+        found = seen(trainer, trainer.train(resume_from_checkpoint=checkpoint))
+        return {**found, "best": Path(str(trainer.state.best_model_checkpoint)).name}
+
+
+def test_a_run_goes_on_in_the_middle_of_an_epoch_with_other_ranks(pool: Pool, tmp_path: Path) -> None:
+    one, three, two = (str(tmp_path / name) for name in ("one", "three", "two"))
+    (wanted,) = pool.run(1, resumed, one, None)
+    for found in pool.run(RANKS, resumed, three, None):
+        require_same(
+            {name: found[name] for name in found if name != "best"}, {n: wanted[n] for n in wanted if n != "best"}
+        )
+        assert found["best"] == wanted["best"]
+    written = {path.name for path in Path(three, "checkpoint-6").iterdir()}
+    assert written - {f"rng_state_{rank}.pth" for rank in range(RANKS)} | {"rng_state.pth"} == {
+        path.name for path in Path(one, "checkpoint-6").iterdir()
+    }
+    for ranks, folder in ((RANKS, three), (2, two)):
+        for found in pool.run(ranks, resumed, folder, str(Path(three, "checkpoint-6"))):
+            require_same(found["weights"], wanted["weights"])
+            require_same(found["history"][:-1], wanted["history"][:-1])  # the last one is of the steps of this run
+            assert found["best"] == wanted["best"]
