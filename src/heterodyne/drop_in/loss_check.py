@@ -47,6 +47,12 @@ def require_count(
     samples = samples_in((*inputs, *keywords.values()))
     if samples is None or samples < 2:
         return False
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    casts: set[bool] = set()  # autocast may begin inside of forward
+    hooks = [
+        part.register_forward_pre_hook(lambda *_: casts.add(torch.is_autocast_enabled(device.type)))
+        for part in module.modules()
+    ]
     modes = {part: part.training for part in module.modules()}
     parts = [(0, samples), (0, 1), (1, samples), (0, samples)]
     losses, counts = [], []
@@ -61,6 +67,8 @@ def require_count(
                 losses.append(float(loss))
                 counts.append(1.0 if sums else count(own, named))
     finally:
+        for hook in hooks:
+            hook.remove()
         for part, training in modes.items():
             part.training = training
     if not all(counts) or not all(map(math.isfinite, losses)):
@@ -69,8 +77,7 @@ def require_count(
         return False
     weighted = sum(counts[part] * losses[part] for part in (1, 2)) / counts[0]
     dtype = next((p.dtype for p in module.parameters()), torch.float32)
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    low = torch.is_autocast_enabled(device.type) or dtype not in (torch.float32, torch.float64)
+    low = True in casts or dtype not in (torch.float32, torch.float64)
     if abs(weighted - losses[0]) > rounding_bar(device, "bf16" if low else "fp32") * max(abs(losses[0]), 1e-3):
         raise VerifyError(
             f"the loss of this rank's {samples} samples is {losses[0]:.6g}, and {weighted:.6g} from two parts of them by {words}, so "

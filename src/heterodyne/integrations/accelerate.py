@@ -71,8 +71,7 @@ class Accelerator(OfAccelerate):  # type: ignore[misc]  # Accelerate has no type
             )
         if shares is not None:
             require_shares(shares, self.num_processes)
-        if loss_count is not None:
-            count_of(loss_count, lambda labels: labels)
+        count_of(loss_count or "samples", lambda labels: labels)
         self._shares, self._loss_count = shares, loss_count
         self._communicator: Communicator | None = None
         self._replicas: list[DistributedDataParallel] = []
@@ -95,8 +94,7 @@ class Accelerator(OfAccelerate):  # type: ignore[misc]  # Accelerate has no type
         if self.ddp_handler is not None:
             options = self.ddp_handler.to_kwargs()
             if str(getattr(self.ddp_handler, "comm_hook", "no")) != "no":
-                words = "DistributedDataParallelKwargs(comm_hook=...): a communication hook averages ranks, not samples"
-                raise HeterodyneError(f"{words}: leave it out")
+                raise HeterodyneError("comm_hook=...: a communication hook averages ranks, not samples: leave it out")
         if self.device.type != "cpu":
             options = {"device_ids": [self.device.index], **options}
         replica = DistributedDataParallel(prepared, loss_count=self._loss_count, **options)
@@ -169,11 +167,8 @@ class Accelerator(OfAccelerate):  # type: ignore[misc]  # Accelerate has no type
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return the loader behind so many global batches of its next epoch."""
-        return (
-            dataloader.behind(num_batches)
-            if isinstance(dataloader, _Loader)
-            else super().skip_first_batches(dataloader, num_batches)
-        )
+        own = isinstance(dataloader, _Loader)
+        return dataloader.behind(num_batches) if own else super().skip_first_batches(dataloader, num_batches)
 
     def forget(self, loader: Any) -> None:
         """Let go of a loader that is not read again, such as that of one evaluation."""
@@ -185,8 +180,7 @@ class Accelerator(OfAccelerate):  # type: ignore[misc]  # Accelerate has no type
 
     def free_memory(self, *objects: Any) -> Any:
         """Let go of what was prepared, as Accelerate does."""
-        self._replicas.clear()
-        self._dealers.clear()
+        self._replicas, self._dealers = [], []
         return super().free_memory(*objects)
 
     def count(self, model: nn.Module, own: float | Tensor) -> AbstractContextManager[None]:
@@ -245,6 +239,12 @@ class Accelerator(OfAccelerate):  # type: ignore[misc]  # Accelerate has no type
         self._last = dealt or self._last
         for replica in self._replicas:
             replica.deal(dealt)
+
+    def reads(self, dealt: Dealt | None) -> None:
+        """Say which batch is trained on or gathered now, in a loop that has read further ones already."""
+        self._tell(dealt)
+        if isinstance(self.gradient_state.active_dataloader, _Loader):
+            self.gradient_state.active_dataloader.dealt = dealt
 
     def _dealt(self) -> Dealt | None:
         """Return what was dealt last of the loader that is being read."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin, recursively_apply
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -149,7 +149,7 @@ class UnequalSharesMixin(_Base):  # type: ignore[misc]
         """Train on a micro-batch. The loss that is returned for the last one before an update is that of all ranks since the last."""
         if not isinstance(model, DistributedDataParallel):
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
-        model.deal(dealt_of(inputs))
+        self.accelerator.reads(dealt_of(inputs))
         self._batch = (model, dict(inputs), num_items_in_batch)
         with self._items_of_all():
             loss = super().training_step(model, inputs, num_items_in_batch).float()
@@ -253,6 +253,13 @@ class _Accelerator(Accelerator):
     def backward(self, loss: Tensor, **options: Any) -> None:
         self._before_backward()
         super().backward(loss, **options)
+
+    def gather(self, tensor: Any) -> Any:
+        """Join the tensors of all ranks, without those of samples that only keep a rank in step."""
+        dealt = self._dealt()
+        nothing = dealt is not None and not dealt.own
+        own = recursively_apply(lambda each: each[:0] if each.dim() else each, tensor) if nothing else tensor
+        return super().gather(own)
 
 
 class _Items(Tensor):
