@@ -7,7 +7,8 @@ With the count right, the weighted losses of the parts are that of the whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from heterodyne.drop_in.loss_weight import Count, samples_in
 from heterodyne.errors import VerifyError
 from heterodyne.runtime.exact.verify import rounding_bar
 
-__all__ = ["loss_in", "require_count"]
+__all__ = ["evaluated", "loss_in", "require_count"]
 
 
 def loss_in(output: Any) -> Tensor | None:
@@ -26,6 +27,19 @@ def loss_in(output: Any) -> Tensor | None:
         output = output[0]  # the loss comes first, as in Transformers
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     return found if isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point() else None
+
+
+@contextmanager
+def evaluated(module: nn.Module) -> Iterator[None]:
+    """Let a module compute without gradients and in eval mode, and put back the mode of each part."""
+    modes = {part: part.training for part in module.modules()}
+    try:
+        module.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
 
 
 def require_count(
@@ -53,12 +67,10 @@ def require_count(
         part.register_forward_pre_hook(lambda *_: casts.add(torch.is_autocast_enabled(device.type)))
         for part in module.modules()
     ]
-    modes = {part: part.training for part in module.modules()}
     parts = [(0, samples), (0, 1), (1, samples), (0, samples)]
     losses, counts = [], []
     try:
-        module.eval()
-        with torch.no_grad():
+        with evaluated(module):
             for first, stop in parts:
                 own, named = (_part(each, samples, first, stop) for each in (inputs, dict(keywords)))
                 loss = loss_in((forward or module)(*own, **named))
@@ -69,8 +81,6 @@ def require_count(
     finally:
         for hook in hooks:
             hook.remove()
-        for part, training in modes.items():
-            part.training = training
     if not all(counts) or not all(map(math.isfinite, losses)):
         return True
     if losses[0] != losses[3]:

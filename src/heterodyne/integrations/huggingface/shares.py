@@ -20,10 +20,11 @@ from torch.utils.data import DataLoader
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from heterodyne.drop_in import DistributedDataParallel
-from heterodyne.drop_in.loss_check import require_count
+from heterodyne.drop_in.loss_check import evaluated, require_count
 from heterodyne.drop_in.loss_weight import LossCount, count_of
-from heterodyne.drop_in.sampler import Dealt, dealt_of, noted
+from heterodyne.drop_in.sampler import dealt_of, noted
 from heterodyne.integrations.accelerate import Accelerator
+from heterodyne.integrations.huggingface.items import Items, LossOfSamples, countable, is_idle
 from heterodyne.integrations.huggingface.refusals import require_shared
 from heterodyne.runtime.checkpoint.random_state import unchanged_random_state
 
@@ -60,6 +61,7 @@ class UnequalSharesMixin(_Base):  # type: ignore[misc]
         self._resumed: tuple[Any, Iterator[Any]] | None = None  # Accelerate's iterator, and what is read in its place
         self._batch: tuple[Any, dict[str, Any], Any] = (None, {}, None)  # model, inputs and number of items
         self._checked: Any = None  # the model whose loss has been compared with that of its parts
+        self._reads_items: bool | None = None  # asked once, where compiled code takes no number that notes it
         self._window: Tensor | float = 0.0  # this rank's part of the loss since the last update
         super().__init__(*arguments, **options)
 
@@ -126,10 +128,11 @@ class UnequalSharesMixin(_Base):  # type: ignore[misc]
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Return the number of items on all ranks; it notes whether the loss reads it."""
         with self._items_of_all():
-            own = super()._get_num_items_in_batch([_countable(each) for each in batch_samples], device)
+            own = super()._get_num_items_in_batch([countable(each) for each in batch_samples], device)
         if own is None or not self.accelerator.use_distributed:
             return own
-        items = self.accelerator.reduce(torch.as_tensor(own, device=device), "sum").as_subclass(_Items)
+        items = self.accelerator.reduce(torch.as_tensor(own, device=device), "sum")
+        items = items if self.args.torch_compile else items.as_subclass(Items)
         self._batch = (*self._batch[:2], items)
         return items
 
@@ -171,7 +174,7 @@ class UnequalSharesMixin(_Base):  # type: ignore[misc]
             own, total = self._counted()
             weighted = loss.float() * own if own else torch.zeros_like(loss).float()
             losses, counts = self.accelerator.reduce(torch.stack([weighted, weighted.new_tensor(own)]), "sum")
-            loss = (losses / (total or counts)).as_subclass(_LossOfSamples)
+            loss = (losses / (total or counts)).as_subclass(LossOfSamples)
             loss.dealt = dealt_of(inputs)
         return loss, *outputs
 
@@ -186,7 +189,7 @@ class UnequalSharesMixin(_Base):  # type: ignore[misc]
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
         super()._track_num_input_tokens(
-            {name: each[:0] for name, each in inputs.items()} if _is_none(inputs) else inputs
+            {name: each[:0] for name, each in inputs.items()} if is_idle(inputs) else inputs
         )
 
     def _weigh(self) -> None:
@@ -201,30 +204,45 @@ class UnequalSharesMixin(_Base):  # type: ignore[misc]
         if self._checked is model or own_loss or self._loss_count in ("samples", "ranks"):
             return
         self._checked = model
-        plain = None if items is None else items.as_subclass(Tensor)
+        plain, eager = None if items is None else torch.as_tensor(items).as_subclass(Tensor), self._eager(model)
         count, sums = count_of(word, model.forward), total == 1
         with unchanged_random_state():
             require_count(
-                model.module,
+                eager,
                 (),
                 inputs,
                 count,
                 words="num_items_in_batch" if sums else str(word),
                 sums=sums,
-                forward=lambda **part: self.compute_loss(model.module, part, num_items_in_batch=plain),
+                forward=lambda **part: self.compute_loss(eager, part, num_items_in_batch=plain),
             )
 
     def _counted(self) -> tuple[float, float | None]:
         """Return what this rank's loss divides by, and what those of all together, if that is known without asking them."""
-        model, inputs, items = self._batch
+        model, inputs, _ = self._batch
         dealt, word = dealt_of(inputs), self._loss_count or self._guess(inputs)
         if word == "ranks":
-            return float(not _is_none(inputs)), self.accelerator.num_processes
-        if word == "sum" or (items is not None and getattr(items, "is_read", True)):
-            return float(not _is_none(inputs)), 1.0
+            return float(not is_idle(inputs)), self.accelerator.num_processes
+        if word == "sum" or self._is_by_items():
+            return float(not is_idle(inputs)), 1.0
         if word == "samples" and dealt is not None:
             return dealt.own, dealt.total
-        return 0.0 if _is_none(inputs) else count_of(word, model.forward)((), inputs), None
+        return 0.0 if is_idle(inputs) else count_of(word, model.forward)((), inputs), None
+
+    def _is_by_items(self) -> bool:
+        model, inputs, items = self._batch
+        if items is None or isinstance(items, Items):
+            return items is not None and items.is_read
+        if self._reads_items is None:
+            noting, eager = torch.as_tensor(items).as_subclass(Items), self._eager(model)
+            with unchanged_random_state(), evaluated(eager):
+                self.compute_loss(eager, dict(inputs), num_items_in_batch=noting)
+            self._reads_items = noting.is_read
+        return self._reads_items
+
+    def _eager(self, model: Any) -> Any:
+        unwrapped = self.accelerator.unwrap_model(model)
+        return getattr(unwrapped, "_orig_mod", unwrapped)  # not compiled
 
     def _guess(self, inputs: Mapping[str, Any]) -> LossCount:
         """Return what a loss of Transformers divides by where it is given no number of items."""
@@ -260,42 +278,3 @@ class _Accelerator(Accelerator):
         nothing = dealt is not None and not dealt.own
         own = recursively_apply(lambda each: each[:0] if each.dim() else each, tensor) if nothing else tensor
         return super().gather(own)
-
-
-class _Items(Tensor):
-    """A number that notes whether it was read."""
-
-    is_read = False
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func.__name__ not in ("__get__", "dim", "size"):
-            for each in (*args, *kwargs.values()):
-                if isinstance(each, _Items):
-                    each.is_read = True
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
-
-
-class _LossOfSamples(Tensor):
-    """The loss of a global batch, which the Trainer repeats for each sample of a rank to take the mean over the data."""
-
-    dealt: Dealt | None = None
-
-    def repeat(self, *sizes: Any) -> Tensor:
-        return self.as_subclass(Tensor).repeat(*(sizes if self.dealt is None else (max(1, self.dealt.own),)))
-
-
-def _is_none(inputs: Any) -> bool:
-    """Return whether these are a sample that only keeps a rank in step."""
-    dealt = dealt_of(inputs)
-    return dealt is not None and not dealt.own
-
-
-def _countable(batch: Any) -> Any:
-    """Return a batch of which the Trainer counts the items that are this rank's."""
-    if not _is_none(batch):
-        return batch
-    labels = {name: batch[name] for name in ("labels", "shift_labels") if isinstance(batch.get(name), Tensor)}
-    return {**batch, **{name: torch.full_like(each, -100) for name, each in labels.items()}}
