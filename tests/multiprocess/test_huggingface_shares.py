@@ -22,6 +22,7 @@ from accelerate import state
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from heterodyne.errors import HeterodyneError, VerifyError
 from heterodyne.integrations.huggingface import Trainer, UnequalSharesMixin
 from multiprocess.pool import Pool, World
 
@@ -310,3 +311,47 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_with_other_ranks(pool: Pool, tm
             require_same(found["weights"], wanted["weights"])
             require_same(found["history"][:-1], wanted["history"][:-1])  # the last one is of the steps of this run
             assert found["best"] == wanted["best"]
+
+
+class Summed(Normed):
+    """Its loss is a sum over the samples."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        scores = super().forward(input_ids, attention_mask)["logits"]
+        return {"logits": scores} if labels is None else {"loss": F.cross_entropy(scores, labels, reduction="sum")}
+
+
+def trained(world: World, folder: str, model: nn.Module, shares: Any, asks: dict[str, Any]) -> None:
+    args = arguments(world, folder, eval_strategy="no")
+    for name, value in asks.items():
+        setattr(args, name, value)
+    data = Texts(12, classes=isinstance(model, Normed))
+    Trainer(model, args, train_dataset=data, shares=shares).train()
+
+
+def refused(world: World, folder: str) -> dict[str, str]:
+    cases: dict[str, tuple[nn.Module, Any, dict[str, Any]]] = {
+        "arguments": (
+            Normed(),
+            None,
+            {"fsdp": "full_shard", "auto_find_batch_size": True, "train_sampling_strategy": "batch_rebalance"},
+        ),
+        "shares": (Normed(), [1.0], {}),
+        "sum": (Summed(), None, {}),
+    }
+    found = {}
+    with launched(world):
+        for name, case in cases.items():
+            with pytest.raises((HeterodyneError, VerifyError)) as caught:
+                trained(world, folder, *case)
+            found[name] = str(caught.value)
+    return found
+
+
+def test_what_shares_cannot_honour_is_refused_in_words(pool: Pool, tmp_path: Path) -> None:
+    for found in pool.run(2, refused, str(tmp_path)):
+        assert "fsdp: each rank holds the whole model" in found["arguments"]
+        assert "set per_device_train_batch_size" in found["arguments"]
+        assert "take 'group_by_length'" in found["arguments"]
+        assert "one positive number for each of the 2 ranks" in found["shares"]
+        assert "from two parts of them by tokens" in found["sum"]
