@@ -77,7 +77,7 @@ class UnequalSharesMixin(_Base):  # type: ignore[misc]
             mixed_precision=theirs.mixed_precision,
             dataloader_config=theirs.dataloader_config,
             gradient_accumulation_plugin=GradientAccumulationPlugin(**theirs.gradient_state.plugin_kwargs),
-            kwargs_handlers=[theirs.ddp_handler],
+            kwargs_handlers=[theirs.ddp_handler] if theirs.ddp_handler else None,
             dynamo_plugin=theirs.state.dynamo_plugin,
         )
         self._gather_each_sample_once()
