@@ -33,6 +33,7 @@ pytest.importorskip("accelerate")
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from heterodyne.integrations.huggingface import HeterodyneArguments, HeterodyneTrainer
+from heterodyne.integrations.huggingface.loss_outside import loss_outside
 from heterodyne.integrations.huggingface.refusals import require_same_length
 
 GLOBAL = 8
@@ -169,7 +170,7 @@ def graph(smoothing: float = 0.0, even: bool = False) -> ModelGraph:
         eval_dataset=data(11, 2),
     )
     batch = trainer._batch(next(iter(trainer.get_train_dataloader())))
-    loss, module = trainer._loss(), trainer.model.train()
+    loss, module = loss_outside(trainer), trainer.model.train()
     if loss is not None:
         module = with_loss(module, loss, batch_format(module, batch, has_loss=True), batch, withheld=("labels",))
     return trace(module, batch, name=type(trainer.model).__name__).graph

@@ -141,17 +141,17 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             weight = LossWeight(self._own_count(inputs, kwargs), total, self._communicator.control)
         reduction.follow(weight, accumulates=not self.require_backward_grad_sync)
 
-    def count(self, own: float | Tensor) -> _Counted:
+    def count(self, own: float | Tensor, total: float | None = None) -> _Counted:
         """Say by what this rank's loss divides, instead of ``loss_count``: until the gradients are reduced, or inside of ``with``.
 
-        Every rank says it, before the backward; under ``no_sync`` for each micro-batch. Collective.
+        Every rank says it, before the backward; under ``no_sync`` for each micro-batch. Collective, unless all say the ``total`` of them.
         """
         number = float(own)
         if not 0 <= number < float("inf"):
             raise HeterodyneError(f"count({number:g}): what a loss divides by is finite and not negative")
         if self._dealt is not None and not self._dealt.own:
             number = 0.0  # a sample that only keeps this rank in step
-        weight = LossWeight(number, None, self._communicator.control)
+        weight = LossWeight(number, total, self._communicator.control)
         self._reduction.follow(weight, accumulates=not self.require_backward_grad_sync)
         self._reduction.told = True
         return _Counted(self._reduction)
@@ -177,6 +177,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             assert group is not None
             self._gathering = Gathering(group, self._reduction.factor, lambda: self._pace)
         return self._gathering.rows(tensor, takes_part=self._takes_part())
+
+    @property
+    def loss_weight(self) -> float:
+        """Return by what the gradients of this rank's last forward with gradients are multiplied. Raises HeterodyneError before it."""
+        if self._reduction.weight is None:
+            raise HeterodyneError("the weight of a loss is that of a forward of this model, and there was none yet")
+        return self._reduction.factor()
 
     @torch.no_grad()
     def mean(self, loss: Tensor | float) -> float:
@@ -204,6 +211,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if self._norm is not None:
             self._norm.waiting = self._pace
         self._samplers.append(sampler)  # of each: the first one may be a teacher that is never trained
+
+    def leave_sampler(self, sampler: DistributedSampler) -> None:
+        """Set the shares of that sampler no more."""
+        self._samplers.remove(sampler)
 
     @property
     def communicator(self) -> Communicator:

@@ -7,7 +7,8 @@ With the count right, the weighted losses of the parts are that of the whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from heterodyne.drop_in.loss_weight import Count, samples_in
 from heterodyne.errors import VerifyError
 from heterodyne.runtime.exact.verify import rounding_bar
 
-__all__ = ["loss_in", "require_count"]
+__all__ = ["evaluated", "loss_in", "require_count"]
 
 
 def loss_in(output: Any) -> Tensor | None:
@@ -28,38 +29,65 @@ def loss_in(output: Any) -> Tensor | None:
     return found if isinstance(found, Tensor) and found.numel() == 1 and found.is_floating_point() else None
 
 
+@contextmanager
+def evaluated(module: nn.Module) -> Iterator[None]:
+    """Let a module compute without gradients and in eval mode, and put back the mode of each part."""
+    modes = {part: part.training for part in module.modules()}
+    try:
+        module.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
+
+
 def require_count(
-    module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any], count: Count, *, words: str, sums: bool
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    keywords: Mapping[str, Any],
+    count: Count,
+    *,
+    words: str,
+    sums: bool,
+    forward: Callable[..., Any] | None = None,
 ) -> bool:
-    """Compare the loss of a batch with that of its parts; False if ``module`` returns none in eval mode, or has one sample.
+    """Compare the loss of a batch with that of its parts, as ``forward`` gives it; None: as ``module`` does.
+
+    False if there is none in eval mode, if it is another one each time, or if there is one sample.
 
     Raises VerifyError with both losses.
     """
     samples = samples_in((*inputs, *keywords.values()))
     if samples is None or samples < 2:
         return False
-    modes = {part: part.training for part in module.modules()}
-    parts = [(0, samples), (0, 1), (1, samples)]
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    casts: set[bool] = set()  # autocast may begin inside of forward
+    hooks = [
+        part.register_forward_pre_hook(lambda *_: casts.add(torch.is_autocast_enabled(device.type)))
+        for part in module.modules()
+    ]
+    parts = [(0, samples), (0, 1), (1, samples), (0, samples)]
     losses, counts = [], []
     try:
-        module.eval()
-        with torch.no_grad():
+        with evaluated(module):
             for first, stop in parts:
                 own, named = (_part(each, samples, first, stop) for each in (inputs, dict(keywords)))
-                loss = loss_in(module(*own, **named))
+                loss = loss_in((forward or module)(*own, **named))
                 if loss is None:
                     return False
                 losses.append(float(loss))
                 counts.append(1.0 if sums else count(own, named))
     finally:
-        for part, training in modes.items():
-            part.training = training
+        for hook in hooks:
+            hook.remove()
     if not all(counts) or not all(map(math.isfinite, losses)):
         return True
-    weighted = sum(n * loss for n, loss in zip(counts[1:], losses[1:], strict=True)) / counts[0]
+    if losses[0] != losses[3]:
+        return False
+    weighted = sum(counts[part] * losses[part] for part in (1, 2)) / counts[0]
     dtype = next((p.dtype for p in module.parameters()), torch.float32)
-    device = next((p.device for p in module.parameters()), torch.device("cpu"))
-    low = torch.is_autocast_enabled(device.type) or dtype not in (torch.float32, torch.float64)
+    low = True in casts or dtype not in (torch.float32, torch.float64)
     if abs(weighted - losses[0]) > rounding_bar(device, "bf16" if low else "fp32") * max(abs(losses[0]), 1e-3):
         raise VerifyError(
             f"the loss of this rank's {samples} samples is {losses[0]:.6g}, and {weighted:.6g} from two parts of them by {words}, so "

@@ -21,7 +21,7 @@ from torch.utils.data import Sampler
 from heterodyne.errors import CheckpointError, DataError, HeterodyneError
 from heterodyne.graph.sharding.dealing import dealt_by_speed
 
-__all__ = ["Dealt", "DistributedSampler", "dealt_of", "handed_out", "require_shares"]
+__all__ = ["Dealt", "DistributedSampler", "dealt_of", "handed_out", "noted", "require_shares"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,13 @@ class Dealt:
 def dealt_of(batch: Any) -> Dealt | None:
     """Return what was noted on the first tensor that has it; None where all were made of other ones."""
     return next((tensor.dealt for tensor in _tensors_in(batch) if hasattr(tensor, "dealt")), None)
+
+
+def noted(batch: Any, dealt: Dealt | None) -> Any:
+    """Return a batch whose tensors have what was dealt of it."""
+    for tensor in _tensors_in(batch):
+        tensor.dealt = dealt  # type: ignore[attr-defined]
+    return batch
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
@@ -56,9 +63,7 @@ def handed_out(
         for batch in batches:
             dealt = dealer.hand_out()
             tell(dealt)
-            for tensor in _tensors_in(batch):
-                tensor.dealt = dealt  # type: ignore[attr-defined]
-            yield batch
+            yield noted(batch, dealt)
         dealer.end()
     finally:
         tell(None)

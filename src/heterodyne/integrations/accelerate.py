@@ -71,8 +71,7 @@ class Accelerator(OfAccelerate):  # type: ignore[misc]  # Accelerate has no type
             )
         if shares is not None:
             require_shares(shares, self.num_processes)
-        if loss_count is not None:
-            count_of(loss_count, lambda labels: labels)
+        count_of(loss_count or "samples", lambda labels: labels)
         self._shares, self._loss_count = shares, loss_count
         self._communicator: Communicator | None = None
         self._replicas: list[DistributedDataParallel] = []
@@ -83,19 +82,19 @@ class Accelerator(OfAccelerate):  # type: ignore[misc]  # Accelerate has no type
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepare a model as Accelerate does, as a replica of `hd.DistributedDataParallel`. Collective."""
-        known = getattr(model, "_is_accelerate_prepared", False)
         prepared: Any = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
+        if isinstance(prepared, DistributedDataParallel):
+            if prepared not in self._replicas:  # of before `free_memory`
+                self._replicas.append(prepared)
+            return prepared
         trained = any(parameter.requires_grad for parameter in prepared.parameters())
-        if known or evaluation_mode or not self.use_distributed or not trained:
+        if evaluation_mode or not self.use_distributed or not trained:
             return prepared  # type: ignore[no-any-return]
         options: dict[str, Any] = {}
         if self.ddp_handler is not None:
             options = self.ddp_handler.to_kwargs()
             if str(getattr(self.ddp_handler, "comm_hook", "no")) != "no":
-                raise HeterodyneError(
-                    "DistributedDataParallelKwargs(comm_hook=...): a communication hook averages gradients as if all ranks had as many "
-                    "samples: leave it out"
-                )
+                raise HeterodyneError("comm_hook=...: a communication hook averages ranks, not samples: leave it out")
         if self.device.type != "cpu":
             options = {"device_ids": [self.device.index], **options}
         replica = DistributedDataParallel(prepared, loss_count=self._loss_count, **options)
@@ -153,6 +152,8 @@ class Accelerator(OfAccelerate):  # type: ignore[misc]  # Accelerate has no type
             **({"sampler": dealer, "batch_size": None} if takes_lists else {"batch_sampler": dealer}),
             **{name: getattr(data_loader, name) for name in KEPT_OPTIONS},
         )
+        if self._dealers and not dealer.fixed:
+            dealer.shares = tuple(self._dealers[0].state_dict()["shares"])
         self._dealers.append(dealer)
         for replica in self._replicas:
             replica.follow_samplers(dealer, self._replicas[0])
@@ -166,16 +167,20 @@ class Accelerator(OfAccelerate):  # type: ignore[misc]  # Accelerate has no type
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return the loader behind so many global batches of its next epoch."""
-        return (
-            dataloader.behind(num_batches)
-            if isinstance(dataloader, _Loader)
-            else super().skip_first_batches(dataloader, num_batches)
-        )
+        own = isinstance(dataloader, _Loader)
+        return dataloader.behind(num_batches) if own else super().skip_first_batches(dataloader, num_batches)
+
+    def forget(self, loader: Any) -> None:
+        """Let go of a loader that is not read again, such as that of one evaluation."""
+        if isinstance(loader, _Loader) and loader in self._dataloaders:
+            self._dataloaders.remove(loader)
+            self._dealers.remove(loader.dealer)
+            for replica in self._replicas:
+                replica.leave_sampler(loader.dealer)
 
     def free_memory(self, *objects: Any) -> Any:
         """Let go of what was prepared, as Accelerate does."""
-        self._replicas.clear()
-        self._dealers.clear()
+        self._replicas, self._dealers = [], []
         return super().free_memory(*objects)
 
     def count(self, model: nn.Module, own: float | Tensor) -> AbstractContextManager[None]:
@@ -235,6 +240,12 @@ class Accelerator(OfAccelerate):  # type: ignore[misc]  # Accelerate has no type
         for replica in self._replicas:
             replica.deal(dealt)
 
+    def reads(self, dealt: Dealt | None) -> None:
+        """Say which batch is trained on or gathered now, in a loop that has read further ones already."""
+        self._tell(dealt)
+        if isinstance(self.gradient_state.active_dataloader, _Loader):
+            self.gradient_state.active_dataloader.dealt = dealt
+
     def _dealt(self) -> Dealt | None:
         """Return what was dealt last of the loader that is being read."""
         loader = self.gradient_state.active_dataloader
@@ -254,36 +265,36 @@ class _Loader(DataLoaderShard):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         super().__init__(dataset, **options)
-        self._dealer, self._tell, self._behind, self._given = dealer, tell, behind, options
+        self.dealer, self._tell, self._behind, self._given = dealer, tell, behind, options
         self.dealt: Dealt | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        self._dealer.skips = self._behind
-        return handed_out(super().__iter__(), self._dealer, self._hand_on)
+        self.dealer.skips = self._behind
+        return handed_out(super().__iter__(), self.dealer, self._hand_on)
 
     def _hand_on(self, dealt: Dealt | None) -> None:
         self.dealt = dealt or self.dealt
         self._tell(dealt)
 
     def __len__(self) -> int:
-        return len(self._dealer) - self._behind
+        return len(self.dealer) - self._behind
 
     @property
     def total_batch_size(self) -> int:
         """Samples of a global batch."""
-        return self._dealer.global_batch_size
+        return self.dealer.global_batch_size
 
     def behind(self, batches: int) -> _Loader:
         """The same, behind so many batches more of each epoch."""
-        made = _Loader(self.dataset, self._dealer, self._tell, behind=self._behind + batches, **self._given)
+        made = _Loader(self.dataset, self.dealer, self._tell, behind=self._behind + batches, **self._given)
         made.iteration = self.iteration
         return made
 
     def state_dict(self) -> dict[str, Any]:
         """Return what of the epoch was trained on, and the shares."""
-        return self._dealer.state_dict()
+        return self.dealer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        self._dealer.load_state_dict(state)
+        self.dealer.load_state_dict(state)
         self.iteration = state["epoch"]

@@ -13,8 +13,16 @@ from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.integrations.huggingface.arguments import HeterodyneArguments
 from heterodyne.runtime.checkpoint.checkpoints import OTHER_DATA
 
-__all__ = ["require_arguments", "require_honoured", "require_optimizer", "require_same_length"]
+__all__ = [
+    "EAGERLY",
+    "require_arguments",
+    "require_honoured",
+    "require_optimizer",
+    "require_same_length",
+    "require_shared",
+]
 
+EAGERLY = "or use heterodyne.integrations.huggingface.Trainer, which runs any script eagerly with unequal shares"
 _OF_MODEL = {"params", "model", "optimizer_dict"}
 _SET = {
     "fsdp": "the plan says which rank holds what: leave it out",
@@ -35,6 +43,24 @@ _OVERRIDDEN = {
     "create_optimizer": "pass optimizer_cls_and_kwargs=(class, options)",
     "create_optimizer_and_scheduler": "pass optimizer_cls_and_kwargs=(class, options), override create_scheduler",
 }
+_CUT = "each rank holds the whole model and takes a share of the batch; HeterodyneTrainer cuts models"
+
+
+def require_shared(trainer: Any) -> None:
+    """Raises HeterodyneError with all that is asked of a Trainer whose ranks have shares of the batch, and cannot be honoured."""
+    args = trainer.args
+    several = args.world_size > 1
+    asked = {
+        **{f"{name}: {_CUT}": getattr(args, name, None) for name in ("fsdp", "deepspeed", "parallelism_config")},
+        f"tensor parallelism of the model: {_CUT}": (getattr(trainer.model, "tp_size", None) or 1) > 1,
+        "one process for several GPUs (torch.nn.DataParallel): start the script with torchrun": args.n_gpu > 1,
+        "auto_find_batch_size: each rank would find its own: set per_device_train_batch_size": several
+        and args.auto_find_batch_size,
+        "train_sampling_strategy='batch_rebalance': each rank has batches of its own: take 'group_by_length'": several
+        and getattr(args, "train_sampling_strategy", None) == "batch_rebalance",
+    }
+    wrong = [words for words, is_asked in asked.items() if is_asked]
+    _require_none(wrong, "a Trainer on unequal shares", "")
 
 
 def require_arguments(args: TrainingArguments | None) -> HeterodyneArguments:
@@ -44,7 +70,7 @@ def require_arguments(args: TrainingArguments | None) -> HeterodyneArguments:
     if not isinstance(args, HeterodyneArguments):
         raise HeterodyneError(
             "args are transformers' own TrainingArguments, with which Accelerate connects the ranks in its way: write "
-            "'from heterodyne.integrations.huggingface import HeterodyneArguments as TrainingArguments'"
+            f"'from heterodyne.integrations.huggingface import HeterodyneArguments as TrainingArguments', {EAGERLY}"
         )
     wrong = [f"{name}: {why}" for name, why in _SET.items() if getattr(args, name, None)]
     if args.load_best_model_at_end and args.save_only_model:
@@ -73,7 +99,7 @@ def require_optimizer(args: TrainingArguments, kind: Any, options: Mapping[str, 
         optim = str(getattr(args.optim, "value", args.optim))
         raise HeterodyneError(
             f"optim={optim}: it is made of the whole model, of which a rank may hold a part: take one that is made of parameters "
-            "(adamw_torch, adafactor), or pass optimizer_cls_and_kwargs=(class, options)"
+            f"(adamw_torch, adafactor), or pass optimizer_cls_and_kwargs=(class, options), {EAGERLY}"
         )
 
 
@@ -86,9 +112,9 @@ def _of(trainer: Any) -> Iterator[str]:
         yield "the model is spread by a device_map: load it without one"
 
 
-def _require_none(wrong: list[str]) -> None:
+def _require_none(wrong: list[str], whose: str = "HeterodyneTrainer", way_out: str = EAGERLY) -> None:
     if wrong:
-        raise HeterodyneError("\n  ".join(["HeterodyneTrainer cannot honour", *wrong]))
+        raise HeterodyneError("\n  ".join([f"{whose} cannot honour", *wrong, *([way_out] if way_out else [])]))
 
 
 def require_same_length(before: int | None, now: int | None, checkpoint: Path) -> None:

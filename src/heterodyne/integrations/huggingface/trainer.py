@@ -6,10 +6,9 @@ public methods that it documents for subclasses: the step, the optimizer, predic
 
 from __future__ import annotations
 
-import inspect
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,17 +19,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, has_length
 
 from heterodyne.api import Distributed, distribute
 from heterodyne.api.options import loss_options
 from heterodyne.api.session import LONGEST_PHASE_S
-from heterodyne.errors import CheckpointError, DataError, HeterodyneError
+from heterodyne.errors import CaptureError, CheckpointError, DataError, HeterodyneError, VerifyError
 from heterodyne.integrations.first_batch import first_batch, resumed
 from heterodyne.integrations.huggingface.last_batch import completed, require_completable
+from heterodyne.integrations.huggingface.loss_outside import ITEMS, loss_outside
 from heterodyne.integrations.huggingface.optimizer import SteppedByPlan, grouped
 from heterodyne.integrations.huggingface.refusals import (
+    EAGERLY,
     require_arguments,
     require_honoured,
     require_optimizer,
@@ -44,7 +44,6 @@ __all__ = ["HeterodyneTrainer"]
 _STATE = "heterodyne"
 _SAMPLES = "train_samples"
 """In a checkpoint of the Trainer: optimizer and weights as each rank holds them."""
-_ITEMS = "num_items_in_batch"
 _ARGUMENTS = "training_args.bin"
 
 
@@ -93,7 +92,7 @@ class HeterodyneTrainer(Trainer):
             raise CheckpointError(f"{self._resumed} holds weights alone: resume from it before anything is evaluated")
         if self.model_init is not None and is_open:
             raise HeterodyneError(
-                "model_init makes another model, and the plan is that of the first: make another trainer"
+                f"model_init makes another model, and the plan is that of the first: make another trainer, {EAGERLY}"
             )
         with self._leaving_on_error():
             return super().train(resume_from_checkpoint, *positional, **options)
@@ -148,7 +147,7 @@ class HeterodyneTrainer(Trainer):
         if isinstance(outputs, Mapping):
             ignored = {*ignore_keys, "loss"} if has_loss else {*ignore_keys}
             outputs = tuple(value for name, value in outputs.items() if name not in ignored and value is not None)
-        elif has_loss and isinstance(outputs, tuple) and self._loss() is None:
+        elif has_loss and isinstance(outputs, tuple) and loss_outside(self) is None:
             outputs = outputs[1:]
         given = tuple(labels) if complete and labels else None
         return loss, _only(outputs), _only(given)
@@ -229,12 +228,12 @@ class HeterodyneTrainer(Trainer):
     def _batch(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """With the number of items, by which the Trainer lets a loss divide its sum."""
         _, items = self.get_batch_samples(iter([inputs]), 1, torch.device("cpu"))
-        return {**inputs} if items is None else {**inputs, _ITEMS: torch.as_tensor(items)}
+        return {**inputs} if items is None else {**inputs, ITEMS: torch.as_tensor(items)}
 
     def _distribute(self, batch: Mapping[str, Any]) -> Distributed:
         args, model, told = self.args, cast(Any, self.model), loss_options(self._distribution.get("loss"))
-        loss = told.function or self._loss()
-        withheld = ("labels",) if self.model_accepts_loss_kwargs else ("labels", _ITEMS)
+        loss = told.function or loss_outside(self)
+        withheld = ("labels",) if self.model_accepts_loss_kwargs else ("labels", ITEMS)
         kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(args, model)
         require_optimizer(args, kind, options)
         decayed = frozenset(self.get_decay_parameter_names(self._module))
@@ -265,26 +264,6 @@ class HeterodyneTrainer(Trainer):
     def _folder(self) -> str:
         return str(self.args.output_dir)
 
-    def _loss(self) -> Callable[..., Tensor] | None:
-        """The loss that stands outside of the model, if there is one."""
-        chosen, smoother = self.compute_loss_func, self.label_smoother
-        if chosen is not None:
-
-            def loss_function(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-                return cast(Tensor, chosen(output, batch.get("labels"), num_items_in_batch=batch.get(_ITEMS)))
-
-            return loss_function
-        if smoother is None:
-            return None
-        shift = type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        counts = _ITEMS in inspect.signature(smoother).parameters  # the first versions 5 do not pass it on
-
-        def smoothed(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
-            items = {_ITEMS: batch.get(_ITEMS)} if counts else {}
-            return cast(Tensor, smoother(output, batch["labels"], shift_labels=shift, **items))
-
-        return smoothed
-
     def _has_smaller_batch(self) -> bool:
         samples = self._samples
         return not self.args.dataloader_drop_last and samples is not None and samples % self.args.train_batch_size > 0
@@ -300,6 +279,8 @@ class HeterodyneTrainer(Trainer):
         try:
             yield
         except BaseException as error:
+            if isinstance(error, CaptureError | VerifyError | DataError):
+                error.add_note(EAGERLY)
             self._leave(error)
             raise
 
