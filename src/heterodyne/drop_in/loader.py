@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset
@@ -15,7 +15,7 @@ from heterodyne.errors import HeterodyneError
 from heterodyne.runtime.checkpoint.random_state import unchanged_random_state
 from heterodyne.runtime.comm.communicator import Communicator
 
-__all__ = ["KEPT_OPTIONS", "prepare_loader"]
+__all__ = ["KEPT_OPTIONS", "DealtLoader", "prepare_loader", "require_batches"]
 
 KEPT_OPTIONS = (
     "num_workers",
@@ -31,12 +31,14 @@ KEPT_OPTIONS = (
 )
 
 
-class _Loader(DataLoader[Any]):
-    """Tells the models what was dealt of each batch as it hands it out."""
+class _Told(Protocol):
+    def deal(self, dealt: Dealt | None) -> None: ...
 
-    def __init__(
-        self, loader: DataLoader[Any], sampler: DistributedSampler, models: Sequence[DistributedDataParallel]
-    ) -> None:
+
+class DealtLoader(DataLoader[Any]):
+    """The loader of a script with the batches of ``sampler``; it tells ``models`` what was dealt of each as it hands it out."""
+
+    def __init__(self, loader: DataLoader[Any], sampler: DistributedSampler, models: Sequence[_Told]) -> None:
         options = {name: getattr(loader, name) for name in KEPT_OPTIONS}
         super().__init__(loader.dataset, batch_sampler=sampler, **options)
         object.__setattr__(
@@ -46,7 +48,9 @@ class _Loader(DataLoader[Any]):
         sampler.read_ahead()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # an iterator, as every loader's
-        return handed_out(super().__iter__(), self._dealer, self._tell)
+        yield from handed_out(
+            super().__iter__(), self._dealer, self._tell
+        )  # workers begin with the first batch, not before
 
     def _tell(self, dealt: Dealt | None) -> None:
         for model in self._models:
@@ -120,7 +124,7 @@ def prepare_loader(
         )
     for model in models:
         model.follow_samplers(own, models[0])
-    return _Loader(loader, own, models)
+    return DealtLoader(loader, own, models)
 
 
 def _require_same_samples(sampler: Any, communicator: Communicator) -> None:
@@ -165,14 +169,7 @@ def _require_dealable(loader: Any) -> None:
     sampler: Any = loader.sampler
     if isinstance(loader.batch_sampler, DistributedSampler) or isinstance(sampler, DistributedSampler):
         return
-    if type(loader).__iter__ not in (DataLoader.__iter__, _Loader.__iter__):
-        raise _refusal(
-            f"{type(loader).__name__} has an __iter__ of its own, which would not run: do that in collate_fn or in the loop"
-        )
-    if loader.batch_size is None and loader.batch_sampler is None:
-        raise _refusal(
-            "it has no batches (batch_size=None): give it a batch size, of a rank where all have as many samples"
-        )
+    require_batches(loader)
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise _refusal(
             "its batch_sampler says how many samples a batch has: make it hd.DistributedSampler(dataset, batch_size=...)"
@@ -189,6 +186,18 @@ def _require_dealable(loader: Any) -> None:
     if not hasattr(loader.dataset if isinstance(sampler, EqualSampler | SequentialSampler) else sampler, "__len__"):
         raise _refusal(
             "it has no length, so nobody knows which global batch is the last: give its dataset or sampler __len__"
+        )
+
+
+def require_batches(loader: DataLoader[Any]) -> None:
+    """Raise HeterodyneError for a loader that does more than a DataLoader, or that has no batches."""
+    if type(loader).__iter__ not in (DataLoader.__iter__, DealtLoader.__iter__):
+        raise _refusal(
+            f"{type(loader).__name__} has an __iter__ of its own, which would not run: do that in collate_fn or in the loop"
+        )
+    if loader.batch_size is None and loader.batch_sampler is None:
+        raise _refusal(
+            "it has no batches (batch_size=None): give it a batch size, of a rank where all have as many samples"
         )
 
 
