@@ -147,6 +147,7 @@ def fit(
             "norms": module.norms,
             "epochs": epochs.found,
             "stopped": stops.stopped_epoch,
+            "hooks": len(module.body[1]._forward_hooks),
             "tested": tested,
             "predicted": torch.cat(parts).tolist(),
             "kept": sorted(each.name for each in Path(folder).iterdir()),

@@ -87,13 +87,11 @@ class UnequalDDP(DDPStrategy):
         self._layer_sync = None  # a replica takes the statistics of BatchNorm over all ranks by itself
         if self._shares is not None:
             require_shares(self._shares, self.world_size)
-        if (
-            self.world_size > 1
-            and "dataloader_iter" in inspect.signature(trainer.lightning_module.training_step).parameters
-        ):
-            raise HeterodyneError(
-                "training_step takes dataloader_iter, so nobody knows the samples of a batch before it runs: let it take the batch"
-            )
+        for name in ("training_step", "validation_step", "test_step") if self.world_size > 1 else ():
+            if "dataloader_iter" in inspect.signature(getattr(trainer.lightning_module, name)).parameters:
+                raise HeterodyneError(
+                    f"{name} takes dataloader_iter, so nobody knows the samples of a batch before it runs: let it take the batch"
+                )
         super().setup(trainer)
 
     def _setup_model(self, model: nn.Module) -> Any:
@@ -196,18 +194,18 @@ class UnequalDDP(DDPStrategy):
                 setattr(metric, name, value.to(now) if isinstance(now, Tensor) else list(value))
 
     def _metrics(self) -> list[Any]:
-        logged = [each for each in (self._trainer._results or {}).values() if each.is_tensor]
+        logged = [each for each in (self._results or {}).values() if each.is_tensor]
         return [*(each for each in self._trainer.lightning_module.modules() if isinstance(each, Metric)), *logged]
 
     # What ranks tell each other
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce as Lightning does; while a batch is in work the mean is over its samples, and a rank without any counts nothing."""
-        results = self._trainer._results if self.lightning_module is not None else None
         if not isinstance(tensor, Tensor) or not isinstance(reduce_op, str):
             return super().reduce(tensor, group, reduce_op)
         if not tensor.is_floating_point() and reduce_op.lower() in ("mean", "avg"):
-            tensor = tensor.double()  # samples of an epoch, whose mean is no whole number
+            tensor = tensor.float()  # samples of an epoch, whose mean is no whole number
+        results = self._results
         if results is None or results.batch is None:
             return super().reduce(tensor, group, reduce_op)
         samples = self._dealt.own if self._dealt is not None else samples_in(results.batch) or 1
@@ -262,6 +260,11 @@ class UnequalDDP(DDPStrategy):
     def _trainer(self) -> Any:
         module: Any = self.lightning_module
         return module.trainer
+
+    @property
+    def _results(self) -> Any:
+        """Return what is logged in the loop that runs; None where none does."""
+        return self._trainer._results if self.lightning_module is not None and self._trainer.state.fn else None
 
 
 def _of_fit(checkpoint: dict[str, Any]) -> dict[str, Any]:
