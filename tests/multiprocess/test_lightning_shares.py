@@ -174,8 +174,9 @@ def test_a_script_is_that_of_one_process(pool: Pool, tmp_path: Path, sampler: st
     if sampler == "own":
         return
     for found in pool.run(RANKS, fit, str(tmp_path / "middle"), RUN, str(tmp_path / "three" / "step=5.ckpt")):
-        same(found["steps"], wanted["steps"][-1:])
-        same(found["weights"], wanted["weights"])
+        if L.__version__ >= "2.6":  # older ones count the last batch before a checkpoint twice
+            same(found["steps"], wanted["steps"][-1:])
+            same(found["weights"], wanted["weights"])
     at_end = str(tmp_path / "three" / "step=4.ckpt")
     (plain,) = pool.run(1, fit, str(tmp_path / "plain"), RUN, at_end)
     for found in pool.run(RANKS, fit, str(tmp_path / "end"), RUN, at_end):

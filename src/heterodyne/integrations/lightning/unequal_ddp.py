@@ -7,7 +7,7 @@ and tests. All else is Lightning's.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -69,12 +69,9 @@ class UnequalDDP(DDPStrategy):
                 f"{', '.join(wrong)}: these average gradients or weights as if all ranks had as many samples; leave them out"
             )
         super().__init__(*arguments, **options)
-        count = None if loss_count is None else count_of(loss_count, lambda labels: labels)
-        is_of_labels = isinstance(loss_count, str) and loss_count.endswith("tokens")
-        self._loss_count: LossCount | None = loss_count
-        if count is not None and (is_of_labels or callable(loss_count)):
-            self._loss_count = lambda batch, *_, **__: count((), batch) if is_of_labels else count((batch,), {})
-        self._shares = shares
+        if loss_count is not None:
+            count_of(loss_count, lambda labels: labels)  # a word that is not known is told before anything is made
+        self._shares, self._loss_count = shares, loss_count
         self._communicator: Communicator | None = None
         self._dealers: list[BatchGroups] = []
         self._told: list[Dealt] = []  # of what loaders have handed out since the last batch
@@ -98,9 +95,8 @@ class UnequalDDP(DDPStrategy):
         return self._replica(model) if self.world_size > 1 else model  # one rank has nothing to average
 
     def _replica(self, model: nn.Module) -> Replica:
-        replica = Replica(
-            model, device_ids=self.determine_ddp_device_ids(), loss_count=self._loss_count, **self._ddp_kwargs
-        )
+        count = _of_batch(self._loss_count)
+        replica = Replica(model, device_ids=self.determine_ddp_device_ids(), loss_count=count, **self._ddp_kwargs)
         for dealer in self._dealers:
             replica.follow_samplers(dealer, replica)
         return replica
@@ -265,6 +261,19 @@ class UnequalDDP(DDPStrategy):
     def _results(self) -> Any:
         """Return what is logged in the loop that runs; None where none does."""
         return self._trainer._results if self.lightning_module is not None and self._trainer.state.fn else None
+
+
+def _of_batch(loss_count: LossCount | None) -> LossCount | None:
+    """Return what counts in the arguments of a step, of which the first is the batch."""
+    if not callable(loss_count) and loss_count not in ("tokens", "shifted tokens"):
+        return loss_count
+    count = count_of(loss_count, lambda labels=None: labels)
+
+    def counted(batch: Any, *_: Any, **__: Any) -> float:
+        named = batch if isinstance(batch, Mapping) else {}
+        return count((batch,), {}) if callable(loss_count) else count((), named)
+
+    return counted
 
 
 def _of_fit(checkpoint: dict[str, Any]) -> dict[str, Any]:
