@@ -81,6 +81,11 @@ class Classifier(L.LightningModule):
         self.log("right", self.right, on_step=False, on_epoch=True)
         self.log("val_loss", F.cross_entropy(scores, batch["y"]), sync_dist=True)
 
+    def on_validation_epoch_end(self) -> None:
+        strategy, ranks = self.trainer.strategy, torch.tensor([self.global_rank])
+        if isinstance(strategy, DDPStrategy):  # also behind a batch of which a rank has no sample
+            assert strategy.gather(ranks).tolist() == list(range(strategy.world_size))
+
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)
 

@@ -179,7 +179,7 @@ class UnequalDDP(DDPStrategy):
     @contextmanager
     def _counted(self) -> Iterator[None]:
         """Leave metrics and what is logged of an epoch as they were, if the one sample that this rank has only keeps it in step."""
-        if self._dealt is None or self._dealt.own:
+        if self._samples != 0:
             yield
             return
         before = {id(metric): metric._copy_state_dict() for metric in self._metrics()}
@@ -201,10 +201,9 @@ class UnequalDDP(DDPStrategy):
             return super().reduce(tensor, group, reduce_op)
         if not tensor.is_floating_point() and reduce_op.lower() in ("mean", "avg"):
             tensor = tensor.float()  # samples of an epoch, whose mean is no whole number
-        results = self._results
-        if results is None or results.batch is None:
+        samples = self._samples
+        if samples is None:
             return super().reduce(tensor, group, reduce_op)
-        samples = self._dealt.own if self._dealt is not None else samples_in(results.batch) or 1
         if reduce_op.lower() not in ("mean", "avg"):
             tensor = tensor if samples else torch.full_like(tensor, _NOTHING[reduce_op.lower()])
             return super().reduce(tensor, group, reduce_op)
@@ -231,7 +230,7 @@ class UnequalDDP(DDPStrategy):
         """
         if self.world_size == 1:
             return tensor
-        own = tensor if self._dealt is None or self._dealt.own else tensor[:0]
+        own = tensor[:0] if self._samples == 0 else tensor
         sizes = super().all_gather(torch.tensor(len(own), device=tensor.device)).tolist()
         padded = torch.cat([own, own.new_zeros(max(sizes) - len(own), *own.shape[1:])])
         parts = super().all_gather(padded, sync_grads=sync_grads)
@@ -261,6 +260,14 @@ class UnequalDDP(DDPStrategy):
     def _results(self) -> Any:
         """Return what is logged in the loop that runs; None where none does."""
         return self._trainer._results if self.lightning_module is not None and self._trainer.state.fn else None
+
+    @property
+    def _samples(self) -> int | None:
+        """Return how many samples this rank has of the batch that is in work; None where none is."""
+        results = self._results
+        if results is None or results.batch is None:
+            return None
+        return self._dealt.own if self._dealt is not None else samples_in(results.batch) or 1
 
 
 def _of_batch(loss_count: LossCount | None) -> LossCount | None:
