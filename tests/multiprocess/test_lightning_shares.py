@@ -176,14 +176,13 @@ def test_a_script_is_that_of_one_process(pool: Pool, tmp_path: Path, sampler: st
         assert found["kept"] == wanted["kept"]
         for name in set(wanted) - {"predicted", "kept"}:
             same(found[name], wanted[name])
-    if sampler == "own":
+    if sampler == "own" or L.__version__ < "2.6":  # older ones count the last batch before a checkpoint twice
         return
     in_middle = str(tmp_path / "three" / "step=5.ckpt")
     for ranks_then in (RANKS, 2):
         found = pool.run(ranks_then, fit, str(tmp_path / f"middle{ranks_then}"), RUN, in_middle)[-1]
-        if L.__version__ >= "2.6":  # older ones count the last batch before a checkpoint twice
-            same(found["steps"], wanted["steps"][-1:])
-            same(found["weights"], wanted["weights"])
+        same(found["steps"], wanted["steps"][-1:])
+        same(found["weights"], wanted["weights"])
     at_end = str(tmp_path / "three" / "step=4.ckpt")
     (plain,) = pool.run(1, fit, str(tmp_path / "plain"), RUN, at_end)
     for found in pool.run(RANKS, fit, str(tmp_path / "end"), RUN, at_end):
