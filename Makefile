@@ -44,7 +44,7 @@ compat:
 	@$(VENV)-oldest/bin/pip install --quiet --constraint $(VENV)-oldest/constraints.txt torch
 	@$(VENV)-oldest/bin/pip install --quiet --constraint $(VENV)-oldest/constraints.txt --editable '.[dev]' $(OLDEST)
 	$(VENV)-oldest/bin/python -m pytest tests/multiprocess/test_huggingface_trainer.py tests/multiprocess/test_accelerate_loop.py \
-		tests/multiprocess/test_lightning.py < /dev/null
+		tests/multiprocess/test_lightning.py tests/multiprocess/test_lightning_shares.py < /dev/null
 
 # Capture and runtime with another torch, in an environment of its own.
 TORCH := 2.11.0

@@ -64,7 +64,7 @@ def lightning() -> dict[str, Any]:
         ("docs/lightning.md", lightning),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*(does not have many workers|logging interval|LeafSpec)")
+@pytest.mark.filterwarnings("ignore:.*(does not have many workers|logging interval|LeafSpec|Checkpoint directory)")
 def test_its_code_runs(page: str, known: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)

@@ -270,8 +270,12 @@ def test_what_no_plan_can_honour_is_refused_with_a_way_out(tmp_path: Path) -> No
     with pytest.raises(
         HeterodyneError,
         match=r"(?s)automatic_optimization=False: .*lacks embed.weight.*overrides on_after_backward.*precision=64-true",
-    ):
+    ) as caught:
         fit(Manual(), precision="64-true")
+    assert (
+        "strategy=DDPStrategy(), of heterodyne.integrations.lightning, runs any training_step"
+        in caught.value.__notes__[0]
+    )
     with pytest.raises(HeterodyneError, match="algorithm=value: gradients are clipped by their global norm"):
         fit(Classifier(), gradient_clip_val=1.0, gradient_clip_algorithm="value")
     with pytest.raises(DataError, match=r"last batch of an epoch has 3 samples, the others 8.*drop_last=True"):

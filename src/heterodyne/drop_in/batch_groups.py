@@ -51,8 +51,10 @@ class BatchGroups(DistributedSampler):
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
-        if hasattr(self.batch_sampler, "set_epoch"):
-            self.batch_sampler.set_epoch(epoch)
+        samplers: tuple[Any, ...] = (self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
+        for each in samplers:
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(epoch)
 
     def batches(self, begin: int) -> Iterator[tuple[int, Sequence[int]]]:
         skips, self.skips = self.skips, 0

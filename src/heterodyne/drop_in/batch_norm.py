@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from heterodyne.runtime.exact.batch_norm import GlobalBatchNorm
 
-__all__ = ["batch_norms_of", "join_batch_norms", "without_sync"]
+__all__ = ["batch_norms_of", "join_batch_norms", "leave_batch_norms", "without_sync"]
 
 
 class _Around:
@@ -56,11 +56,22 @@ def batch_norms_of(module: nn.Module) -> list[nn.Module]:
 
 
 def join_batch_norms(module: nn.Module, norm: GlobalBatchNorm) -> None:
-    """Let each BatchNorm in ``module`` take its statistics, in training, from ``norm``."""
+    """Let each BatchNorm in ``module`` take its statistics, in training, from ``norm`` alone."""
+    leave_batch_norms(module)
     for part in batch_norms_of(module):
         around = _Around(norm)
         part.register_forward_pre_hook(around.begin)
         part.register_forward_hook(around.end, always_call=True)
+
+
+def leave_batch_norms(module: nn.Module) -> None:
+    """Let each BatchNorm in ``module`` take its statistics from its own input again."""
+    for part in batch_norms_of(module):
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            for number, hook in list(hooks.items()):
+                if isinstance(getattr(hook, "__self__", None), _Around):
+                    del hooks[number]
+                    part._forward_hooks_always_called.pop(number, None)
 
 
 def without_sync(module: nn.Module) -> None:

@@ -55,6 +55,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         VerifyError: in the first forward: the loss divides by something else.
     """
 
+    can_repeat_forward = True
+    """Whether forward may run again on parts of the first batch, so that the count is compared with the loss."""
+
     def __init__(self, module: nn.Module, *arguments: Any, loss_count: LossCount | None = None, **options: Any) -> None:
         given = honoured(module, arguments, options)
         count_of(loss_count or "samples", module.forward)  # a word that is not known is told before anything is made
@@ -230,12 +233,15 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._require_same_streams([[digest for _, _, digest in of] for _, of in found])
         if max(pace[1] for pace, _ in found) < Pace.LEAST_S:
             return
+        lines = []
         for number, sampler in enumerate(self._samplers):
             better = None if sampler.fixed else better_counts(sampler.deal(sampler.global_batch_size), sample_s)
             if better is not None:
                 self._pace.look_again_soon()
                 sampler.renew([1 / each for each in sample_s], max(of[number][0] for _, of in found))
-                self._say(f"{sampler.global_batch_size} samples a step are dealt as {', '.join(map(str, better))}")
+                lines.append(f"{sampler.global_batch_size} samples a step are dealt as {', '.join(map(str, better))}")
+        for line in dict.fromkeys(lines):
+            self._say(line)
 
     @staticmethod
     def _require_same_steps(batches: list[list[int]]) -> None:
@@ -262,7 +268,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._loss_count if isinstance(self._loss_count, str) else "the function" if self._loss_count else "samples"
         )
         sums = self._loss_count == "sum"
-        if loss_in(output) is not None and self._loss_count not in ("samples", "ranks"):
+        if self.can_repeat_forward and loss_in(output) is not None and self._loss_count not in ("samples", "ranks"):
             before = torch.get_rng_state()
             checked = require_count(self.module, inputs, kwargs, self._count, words=words, sums=sums)
             torch.set_rng_state(before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset
@@ -17,7 +17,7 @@ from heterodyne.errors import HeterodyneError
 from heterodyne.runtime.checkpoint.random_state import unchanged_random_state
 from heterodyne.runtime.comm.communicator import Communicator
 
-__all__ = ["KEPT_OPTIONS", "prepare_loader"]
+__all__ = ["KEPT_OPTIONS", "DealtLoader", "prepare_loader", "require_batches"]
 
 KEPT_OPTIONS = (
     "num_workers",
@@ -33,12 +33,14 @@ KEPT_OPTIONS = (
 )
 
 
-class _Loader(DataLoader[Any]):
-    """Tells the models what was dealt of each batch as it hands it out."""
+class _Told(Protocol):
+    def deal(self, dealt: Dealt | None) -> None: ...
 
-    def __init__(
-        self, loader: DataLoader[Any], sampler: DistributedSampler, models: Sequence[DistributedDataParallel]
-    ) -> None:
+
+class DealtLoader(DataLoader[Any]):
+    """The loader of a script with the batches of ``sampler``; it tells ``models`` what was dealt of each as it hands it out."""
+
+    def __init__(self, loader: DataLoader[Any], sampler: DistributedSampler, models: Sequence[_Told]) -> None:
         options = {name: getattr(loader, name) for name in KEPT_OPTIONS}
         super().__init__(loader.dataset, batch_sampler=sampler, **options)
         object.__setattr__(
@@ -51,7 +53,7 @@ class _Loader(DataLoader[Any]):
         return handed_out(self._drawn(), self._dealer, self._tell)
 
     def _drawn(self) -> Iterator[Any]:
-        return self._begun()
+        yield from self._begun()  # workers begin with the first batch, not before
 
     def _begun(self) -> Iterator[Any]:
         """Begin an iteration. Worker processes that are forked here do not collect garbage of this one: process groups that have ended
@@ -76,7 +78,7 @@ class _Loader(DataLoader[Any]):
         self._dealer.load_state_dict(state)
 
 
-class _StreamLoader(_Loader):
+class _StreamLoader(DealtLoader):
     """Hands out this rank's batches of a stream."""
 
     def __init__(
@@ -185,7 +187,7 @@ def prepare_loader(
         )
     for model in models:
         model.follow_samplers(own, models[0])
-    return _Loader(loader, own, models)
+    return DealtLoader(loader, own, models)
 
 
 def _require_same_samples(sampler: Any, communicator: Communicator) -> None:
@@ -225,14 +227,7 @@ def _require_dealable(loader: Any) -> None:
     sampler: Any = loader.sampler
     if isinstance(loader.batch_sampler, DistributedSampler) or isinstance(sampler, DistributedSampler):
         return
-    if type(loader).__iter__ not in (DataLoader.__iter__, _Loader.__iter__):
-        raise _refusal(
-            f"{type(loader).__name__} has an __iter__ of its own, which would not run: do that in collate_fn or in the loop"
-        )
-    if loader.batch_size is None and loader.batch_sampler is None:
-        raise _refusal(
-            "it has no batches (batch_size=None): give it a batch size, of a rank where all have as many samples"
-        )
+    require_batches(loader)
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise _refusal(
             "its batch_sampler says how many samples a batch has: make it hd.DistributedSampler(dataset, batch_size=...)"
@@ -249,6 +244,18 @@ def _require_dealable(loader: Any) -> None:
     if not hasattr(loader.dataset if isinstance(sampler, EqualSampler | SequentialSampler) else sampler, "__len__"):
         raise _refusal(
             "it has no length, so nobody knows which global batch is the last: give its dataset or sampler __len__"
+        )
+
+
+def require_batches(loader: DataLoader[Any]) -> None:
+    """Raise HeterodyneError for a loader that does more than a DataLoader, or that has no batches."""
+    if type(loader).__iter__ not in (DataLoader.__iter__, DealtLoader.__iter__):
+        raise _refusal(
+            f"{type(loader).__name__} has an __iter__ of its own, which would not run: do that in collate_fn or in the loop"
+        )
+    if loader.batch_size is None and loader.batch_sampler is None:
+        raise _refusal(
+            "it has no batches (batch_size=None): give it a batch size, of a rank where all have as many samples"
         )
 
 

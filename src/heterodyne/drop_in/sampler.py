@@ -21,7 +21,7 @@ from torch.utils.data import Sampler
 from heterodyne.errors import CheckpointError, DataError, HeterodyneError
 from heterodyne.graph.sharding.dealing import dealt_by_speed
 
-__all__ = ["Dealt", "DistributedSampler", "dealt_of", "handed_out", "noted", "require_shares"]
+__all__ = ["Dealt", "DistributedSampler", "dealt_of", "handed_out", "noted", "parts_of", "require_shares"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,12 @@ class Dealt:
 
 def dealt_of(batch: Any) -> Dealt | None:
     """Return what was noted on the first tensor that has it; None where all were made of other ones."""
-    return next((tensor.dealt for tensor in _tensors_in(batch) if hasattr(tensor, "dealt")), None)
+    return next(parts_of(batch), None)
+
+
+def parts_of(batch: Any) -> Iterator[Dealt]:
+    """Yield what was noted on the tensors of a batch; several loaders may have dealt it."""
+    return (tensor.dealt for tensor in _tensors_in(batch) if hasattr(tensor, "dealt"))
 
 
 def noted(batch: Any, dealt: Dealt | None) -> Any:

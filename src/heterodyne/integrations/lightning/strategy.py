@@ -14,21 +14,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 from torch.optim import Optimizer
 
 from heterodyne.api import Distributed, distribute
-from heterodyne.api.loop.remade_optimizer import by_name, by_number, follow, remade
+from heterodyne.api.loop.remade_optimizer import follow, remade
 from heterodyne.api.options import LossOptions, loss_options
 from heterodyne.api.session import LONGEST_PHASE_S, Session, open_session
-from heterodyne.errors import CheckpointError
+from heterodyne.errors import CaptureError, DataError, HeterodyneError, VerifyError
 from heterodyne.integrations.lightning.refusals import require_even_batches, require_honoured
+from heterodyne.integrations.lightning.script_optimizer import ScriptOptimizer
 from heterodyne.integrations.lightning.training_step import (
     BatchForm,
     Logged,
     TrainingStep,
+    ValidationStep,
     joined,
+    log_of_all,
     require_mean,
     size_of,
     what_it_logs,
@@ -43,8 +46,8 @@ else:
 
 __all__ = ["PlanStrategy"]
 
-_MODULE = "module."
-"""What the names of the LightningModule begin with in a `TrainingStep`."""
+_REFUSALS = (CaptureError, DataError, VerifyError)
+_MODULE = "module."  # what the names of the LightningModule begin with in a `TrainingStep`
 
 
 class PlanStrategy(Strategy):
@@ -58,14 +61,12 @@ class PlanStrategy(Strategy):
 
     def __init__(self, **distribution: Any) -> None:
         super().__init__()
-        environment = WorkerEnvironment.read()
-        self.global_rank = 0 if environment is None else environment.rank
-        self.local_rank = 0 if environment is None else environment.local_rank
-        self.node_rank = 0 if environment is None else environment.node_rank
+        found = WorkerEnvironment.read()
+        place = (0, 0, 0) if found is None else (found.rank, found.local_rank, found.node_rank)
+        self.global_rank, self.local_rank, self.node_rank = place
         self._distribution = distribution
         self._session: Session | None = distribution.get("session")
         self._closing = ExitStack()
-        self._precision = "fp32"
         self._begin()
 
     def _begin(self) -> None:
@@ -74,8 +75,7 @@ class PlanStrategy(Strategy):
         self._step: TrainingStep | None = None
         self._logged: Mapping[str, Logged] = {}
         self._told = False  # what of that is left out
-        self._groups: list[list[str]] = []  # the names of the parameters in each group of the optimizer
-        self._restored: Mapping[int, Any] | None = None
+        self._optimizer: ScriptOptimizer | None = None
         self._waiting: list[dict[str, Tensor]] = []
         self._updates = False
         self._weights: Mapping[str, Tensor] | None = None
@@ -124,6 +124,7 @@ class PlanStrategy(Strategy):
         module: Any = self.lightning_module
         if self._is_fit:
             self._precision = require_honoured(trainer, module, self.optimizers)
+            self._optimizer = ScriptOptimizer(self.optimizers[0])
         for part in module.modules():
             if hasattr(part, "sync_on_compute"):  # a metric: every rank updates it with all samples
                 part.sync_on_compute = False
@@ -167,10 +168,9 @@ class PlanStrategy(Strategy):
         step.surroundings.more = tuple(more)
         script = self.optimizers[0]
         if any(config.reduce_on_plateau for config in self.lr_scheduler_configs):
-            for group, rates in zip(
-                script.param_groups, self.broadcast([g["lr"] for g in script.param_groups]), strict=True
-            ):
-                group["lr"] = rates
+            rates = self.broadcast([group["lr"] for group in script.param_groups])
+            for group, rate in zip(script.param_groups, rates, strict=True):
+                group["lr"] = rate
         follow(distributed.optimizer, script)
         with unchanged_random_state(), step.notes() as notes:
             loss = distributed.step(whole).loss
@@ -196,9 +196,10 @@ class PlanStrategy(Strategy):
             return self._distributed, self._step
         module: Any = self.lightning_module
         step = self._step = TrainingStep(module, form, self._trainer, more)
-        script, count = self.optimizers[0], loss_options(self._distribution.get("loss")).loss_count
-        names = {id(parameter): name for name, parameter in step.named_parameters()}
-        self._groups = [[names[id(p)] for p in group["params"]] for group in script.param_groups]
+        held, count = self._optimizer, loss_options(self._distribution.get("loss")).loss_count
+        of_batch = (lambda named: count(form.batch(named))) if callable(count) else count
+        assert held is not None
+        held.name(step)
         with unchanged_random_state():
             self._logged = what_it_logs(step, batch)
             kinds = self.broadcast({name: logged.of for name, logged in self._logged.items()})
@@ -207,53 +208,30 @@ class PlanStrategy(Strategy):
                 step,
                 batch,
                 **{
-                    "optimizer": remade(script, step),
+                    "optimizer": remade(held.script, step),
                     "precision": self._precision,
                     "clip_grad_norm": self._trainer.gradient_clip_val or 0.0,
                     **self._distribution,
                     "session": self._session,
-                    "loss": LossOptions(
-                        loss_count=(lambda named: count(form.batch(named))) if callable(count) else count
-                    ),
+                    "loss": LossOptions(loss_count=of_batch),
                 },
             )
         if self._session is not None and (told := self._distributed.explain()):
             self._session.say(told)
         if all(parameter.device == self.root_device for parameter in step.parameters()):
             module.to(self.root_device)  # its metrics; the weights are there
-        for group in script.param_groups:
-            group["params"] = []  # they are the plan's to update, and it may have left them to other ranks
-        if self._restored is not None or self._trainer.global_step:
-            state = self._distributed.state_dict()
-            state["optimizer"] = by_name(self._restored or {}, self._groups)
-            self._distributed.load_state_dict(state | {"step": self._trainer.global_step})
+        held.hand_over(self._distributed, self._trainer.global_step)
         return self._distributed, step
 
     def _log(self, loss: float, notes: Mapping[str, Logged], samples: int) -> None:
         """Log what training_step logs, for all samples of the step."""
         assert self._session is not None
-        assert self._step is not None
-        module: Any = self.lightning_module
-        found: list[Mapping[str, Logged]] = [notes]
-        if any(logged.of == "mean" for logged in self._logged.values()):
-            found = self._session.communicator.all_gather_object(
-                {name: Logged(values=noted.values, arguments=((), {})) for name, noted in notes.items()}
-            )
-        missing = []
-        for name, logged in self._logged.items():
-            parts = [pair for noted in found if name in noted for pair in noted[name].values]
-            if logged.of != "loss" and (logged.of != "mean" or not parts):
-                missing.append(name)  # in a later step: training_step has not logged it this time
-                continue
-            value = loss if logged.of == "loss" else sum(v * n for v, n in parts) / sum(n for _, n in parts)
-            others, options = logged.arguments
-            module.log(
-                name, value, *others, **(options | ({"batch_size": samples} if options.get("batch_size") else {}))
-            )
+        every = self._session.communicator.all_gather_object
+        missing = log_of_all(self.lightning_module, self._logged, notes, loss=loss, samples=samples, every=every)
         if missing and not self._told:
             self._session.say(
                 f"training_step logs {', '.join(missing)}, which is no mean over samples or is not computed under this plan: left out; "
-                "validation_step logs everything"
+                f"validation_step logs everything; {self._eagerly()}"
             )
         self._told = True
 
@@ -273,7 +251,7 @@ class PlanStrategy(Strategy):
         if self._weights is None:
             return super().validation_step(*args, **kwargs)
         with self.precision_plugin.val_step_context():
-            return functional_call(_Validation(self.lightning_module), dict(self._weights), args)
+            return functional_call(ValidationStep(self.lightning_module), dict(self._weights), args)
 
     # What is kept
 
@@ -285,57 +263,37 @@ class PlanStrategy(Strategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """As torch has it, of the whole model, on every rank. Collective."""
-        if self._distributed is None:
+        if self._distributed is None or self._optimizer is None:
             return super().optimizer_state(optimizer)
-        return by_number(self._distributed.state_dict()["optimizer"], self._groups, self.optimizers[0])
+        return self._optimizer.state(self._distributed)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Rates now, the state with the plan. Raises CheckpointError if it is of another optimizer."""
-        saved = checkpoint["optimizer_states"][0]
-        script = self.optimizers[0]
-        if [len(g["params"]) for g in saved["param_groups"]] != [len(g["params"]) for g in script.param_groups]:
-            raise CheckpointError(
-                "the checkpoint's optimizer has other parameter groups: resume with the one that wrote it"
-            )
-        script.load_state_dict({**saved, "state": {}})
-        self._restored = saved["state"]
+        """Set the rates now, and the state with the plan. Raises CheckpointError if it is of another optimizer."""
+        assert self._optimizer is not None
+        self._optimizer.restore(checkpoint["optimizer_states"][0])
 
     def teardown(self) -> None:
         """Weights and optimizer state are back, on every rank. Collective."""
-        if self._distributed is not None and self._step is not None:
-            script = self.optimizers[0]
-            state = by_number(self._distributed.state_dict()["optimizer"], self._groups, script)
+        if self._distributed is not None and self._step is not None and self._optimizer is not None:
+            state = self._optimizer.state(self._distributed)
             self._distributed.close()
             self._distributed = None
-            back = dict(self._step.named_parameters())
-            for group, names in zip(script.param_groups, self._groups, strict=True):
-                group["params"] = [back[name] for name in names]
-            script.load_state_dict(state)
-        assert self.lightning_module is not None
-        if not any(
-            p.is_meta for p in self.lightning_module.parameters()
-        ):  # else an error has ended a plan that cuts it
+            self._optimizer.take_back(state, self._step)
+        module: Any = self.lightning_module
+        if not any(parameter.is_meta for parameter in module.parameters()):  # else an error has ended a plan
             super().teardown()
 
     def on_exception(self, exception: BaseException) -> None:
-        self._leave(exception)
-
-    def _leave(self, error: BaseException | None) -> None:
-        """The other ranks are to hear of an error now, not when the script has ended."""
-        told = (type(error), error, error.__traceback__) if error else (None, None, None)
+        """Tell the other ranks of an error now, and not when the script has ended."""
+        if type(exception) is HeterodyneError or isinstance(exception, _REFUSALS):
+            exception.add_note(self._eagerly())
+        told = (type(exception), exception, exception.__traceback__)
         self._validating.close()
         distributed, self._distributed, self._session = self._distributed, None, None
         if distributed is not None:
             distributed.__exit__(*told)
         self._closing.__exit__(*told)
 
-
-class _Validation(nn.Module):
-    """``validation_step`` as the forward of a module, so that it can be called with other weights."""
-
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any) -> Any:
-        return self.module.validation_step(*args)
+    def _eagerly(self) -> str:
+        """Return what to write for a script that no plan can honour."""
+        return f"strategy=DDPStrategy(), of {type(self).__module__}, runs any training_step as it is, eagerly, with unequal shares"

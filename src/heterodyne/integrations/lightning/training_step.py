@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, cast
@@ -18,7 +18,17 @@ from heterodyne.frontend.faults import line_now
 from heterodyne.model_output import loss_of
 from heterodyne.runtime.evaluation import eval_mode
 
-__all__ = ["BatchForm", "Logged", "TrainingStep", "joined", "require_mean", "size_of", "what_it_logs"]
+__all__ = [
+    "BatchForm",
+    "Logged",
+    "TrainingStep",
+    "ValidationStep",
+    "joined",
+    "log_of_all",
+    "require_mean",
+    "size_of",
+    "what_it_logs",
+]
 
 
 class BatchForm:
@@ -149,6 +159,17 @@ class TrainingStep(nn.Module):
             self.surroundings.notes = None
 
 
+class ValidationStep(nn.Module):
+    """``validation_step`` as the forward of a module, so that it can be called with other weights."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        return self.module.validation_step(*args)
+
+
 def _note(shared: _Surroundings, logged: list[tuple[str, Any, Any, Any]], loss: Tensor, samples: int) -> None:
     assert shared.notes is not None
     for name, value, others, options in logged:
@@ -185,6 +206,31 @@ def what_it_logs(step: TrainingStep, batch: Mapping[str, Tensor]) -> dict[str, L
         return "mean" if is_mean else "other"
 
     return {name: Logged(values=[], arguments=one.arguments, of=of(name, one)) for name, one in whole.items()}
+
+
+def log_of_all(
+    module: Any,
+    known: Mapping[str, Logged],
+    notes: Mapping[str, Logged],
+    *,
+    loss: float,
+    samples: int,
+    every: Callable[[Any], list[Any]],
+) -> list[str]:
+    """Log for ``module`` what the whole step would log, from each rank's ``notes``; ``every`` gathers objects. Return what is left out."""
+    found: list[Mapping[str, Logged]] = [notes]
+    if any(logged.of == "mean" for logged in known.values()):
+        found = every({name: Logged(values=noted.values, arguments=((), {})) for name, noted in notes.items()})
+    missing = []
+    for name, logged in known.items():
+        parts = [pair for noted in found if name in noted for pair in noted[name].values]
+        if logged.of != "loss" and (logged.of != "mean" or not parts):
+            missing.append(name)  # in a later step: training_step has not logged it this time
+            continue
+        value = loss if logged.of == "loss" else sum(v * n for v, n in parts) / sum(n for _, n in parts)
+        others, options = logged.arguments
+        module.log(name, value, *others, **(options | ({"batch_size": samples} if options.get("batch_size") else {})))
+    return missing
 
 
 def size_of(batch: Mapping[str, Tensor]) -> int:
