@@ -63,7 +63,7 @@ def on_hosts(hosts: tuple[int, ...], links: list[float], ways: list[str], size: 
         told = {"links": links, "hosts": hosts, "megabytes": size.megabytes, "rounds": size.rounds}
         worker = [sys.executable, str(HERE), "--worker", "--out", str(out), "--ways", *ways, "--size", json.dumps(told)]
         options = f"links={links!r}, hosts={hosts!r}"
-        emulate = f"raise SystemExit(emulate([0.3] * {len(hosts)}, {worker!r}, {options}))"
+        emulate = f"raise SystemExit(emulate([1.0] * {len(hosts)}, {worker!r}, {options}))"
         subprocess.run(
             [sys.executable, "-c", f"from heterodyne.emulate import emulate; {emulate}"], check=True, timeout=280
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from itertools import zip_longest
 from typing import Protocol, cast
 
 import torch
@@ -107,14 +106,17 @@ class Islands:
         Totals are sent back while later sums are on their way, so that links are busy in both directions.
         """
         begun = [
-            _Exchange(self._rank, self._own, self._group, own, first, number, s)
-            for number, s in self._segments(elements)
+            _Exchange(self._rank, self._own, self._group, own, first, *numbered)
+            for numbered in self._segments(elements)
         ]
-        for ahead, behind in zip_longest(begun, [None, *begun]):
-            if ahead is not None:
-                ahead.send()
-            if behind is not None:
-                behind.add_up()
+        for (
+            exchange
+        ) in begun:  # gloo sends what the receiver has asked for, and such words wait behind what is sent before them
+            exchange.receive()
+        for exchange in begun:
+            exchange.send()
+        for exchange in begun:
+            exchange.add_up()
         for exchange in begun:
             exchange.finish()
 
@@ -138,22 +140,26 @@ class _Exchange:
         self._received: dict[int, tuple[Tensor, dist.Work]] = {}
         self._works: list[dist.Work] = []
 
-    def send(self) -> None:
-        """Begin to send what the home adds up, or to receive it."""
-        if self._segment.home == self._island:
-            for other in self._others:
-                tensor = torch.empty_like(self._own)
-                self._received[other] = tensor, self._receive(tensor, other)
-        else:
-            self._works.append(self._send(self._own, self._home))
+    def receive(self) -> None:
+        """Begin to receive: at the home the sums of the other islands, elsewhere the total.
 
-    def add_up(self) -> None:
-        """At the home, add up in the order of the islands, and begin to send the total back; elsewhere begin to receive it.
-
-        The total comes when the home has what was sent, so that it may take its place.
+        That comes when the home has what was sent, so that it may take its place.
         """
         if self._segment.home != self._island:
             self._works.append(self._receive(self._own, self._home))
+            return
+        for other in self._others:
+            tensor = torch.empty_like(self._own)
+            self._received[other] = tensor, self._receive(tensor, other)
+
+    def send(self) -> None:
+        """Begin to send what the home adds up."""
+        if self._segment.home != self._island:
+            self._works.append(self._send(self._own, self._home))
+
+    def add_up(self) -> None:
+        """At the home, add up in the order of the islands, and begin to send the total back."""
+        if self._segment.home != self._island:
             return
         total = torch.zeros_like(self._own)
         for island, holder in enumerate(self._segment.holders):
