@@ -244,7 +244,7 @@ class Contrast(L.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         strategy, own = self.trainer.strategy, self.body(batch["x"])
-        every = strategy.gather(own, sync_grads=True) if isinstance(strategy, DDPStrategy) else own
+        every = strategy.gather(own) if isinstance(strategy, DDPStrategy) else own
         return torch.logsumexp(every @ every.T, 1).mean()
 
     def configure_optimizers(self) -> Any:
@@ -259,7 +259,7 @@ MODULES: dict[str, Any] = {
     "two optimizers": (Adversaries, {"find_unused_parameters": True}),
     "tokens": (Language, {"loss_count": "tokens"}),
     "a function": (Language, {"loss_count": of_words}),
-    "compared samples": (Contrast, {"loss_count": "ranks"}),
+    "compared samples": (Contrast, {}),
 }
 
 

@@ -53,6 +53,7 @@ OF_ONE: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
+@pytest.mark.tour("doctor/")
 def test_a_sound_host_has_no_fault() -> None:
     assert faults_of(SOUND, others=True) == []
     assert faults_between([SOUND], [], None) == []

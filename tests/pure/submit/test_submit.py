@@ -115,6 +115,7 @@ def test_pods_start_each_node_once(tmp_path: Path, shell: dict[str, str], schedu
         assert documents[1]["spec"]["runtimeRef"]["name"] == documents[0]["metadata"]["name"]
 
 
+@pytest.mark.tour("submit/")
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(1, 8)), min_size=1, max_size=8))
 @settings(max_examples=60)
 def test_groups_are_the_nodes_in_their_order(nodes: list[tuple[str, int]]) -> None:

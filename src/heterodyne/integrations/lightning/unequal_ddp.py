@@ -223,17 +223,22 @@ class UnequalDDP(DDPStrategy):
                 )
         return super().all_gather(tensor, group, sync_grads)
 
-    def gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
+    def gather(self, tensor: Tensor) -> Tensor:
         """Join the tensors of all ranks, ``[samples, ...]``, in the order of the global batch, each sample once. Collective.
 
-        Losses that compare all samples with each other take ``sync_grads=True`` and ``loss_count="ranks"``.
+        In training gradients flow back to the rank that each row is from, as by `hd.DistributedDataParallel.all_gather`.
         """
         if self.world_size == 1:
             return tensor
+        if isinstance(self.model, Replica):
+            self.model.deal(
+                None if self._samples is None else self._dealt
+            )  # behind a batch what was kept belongs to the epoch
+            return self.model.all_gather(tensor)
         own = tensor[:0] if self._samples == 0 else tensor
         sizes = super().all_gather(torch.tensor(len(own), device=tensor.device)).tolist()
         padded = torch.cat([own, own.new_zeros(max(sizes) - len(own), *own.shape[1:])])
-        parts = super().all_gather(padded, sync_grads=sync_grads)
+        parts = super().all_gather(padded)
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     # Checkpoints
