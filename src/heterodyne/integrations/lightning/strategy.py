@@ -172,7 +172,7 @@ class PlanStrategy(Strategy):
             for group, rate in zip(script.param_groups, rates, strict=True):
                 group["lr"] = rate
         follow(distributed.optimizer, script)
-        with unchanged_random_state(), step.notes() as notes:
+        with unchanged_random_state(), step.without_trainer(), step.notes() as notes:
             loss = distributed.step(whole).loss
         script.step()  # of no parameters: schedulers want to see it
         self._log(loss, notes, size_of(whole))
@@ -200,7 +200,8 @@ class PlanStrategy(Strategy):
         of_batch = (lambda named: count(form.batch(named))) if callable(count) else count
         assert held is not None
         held.name(step)
-        with unchanged_random_state():
+        clip = self._trainer.gradient_clip_val
+        with unchanged_random_state(), step.without_trainer():
             self._logged = what_it_logs(step, batch)
             kinds = self.broadcast({name: logged.of for name, logged in self._logged.items()})
             self._logged = {name: replace(self._logged[name], of=kind) for name, kind in kinds.items()}
@@ -210,7 +211,7 @@ class PlanStrategy(Strategy):
                 **{
                     "optimizer": remade(held.script, step),
                     "precision": self._precision,
-                    "clip_grad_norm": self._trainer.gradient_clip_val or 0.0,
+                    "clip_grad_norm": clip or 0.0,
                     **self._distribution,
                     "session": self._session,
                     "loss": LossOptions(loss_count=of_batch),

@@ -133,6 +133,7 @@ class TrainingStep(nn.Module):
                 _refuse_metric(name)
             logged.append((name, value, others, options))
 
+        kept = module._trainer
         module.trainer = unknown if exporting else shared.trainer
         module.log = log  # of this object, for this call: as Lightning does with forward
         before = _updates(module)
@@ -141,12 +142,23 @@ class TrainingStep(nn.Module):
             loss = loss_of(module.training_step(shared.form.batch(tensors), *more))
         finally:
             del module.log
+            module.trainer = kept
         for name, count in _updates(module).items():
             if count != before[name]:
                 _refuse_metric(name)
         if shared.notes is not None and not exporting:
             _note(shared, logged, loss, size_of(tensors))
         return loss
+
+    @contextmanager
+    def without_trainer(self) -> Iterator[None]:
+        """Take the Trainer from the module inside of the block, but for its calls: what changes in it is no state of the model."""
+        module = cast(Any, self.module)
+        kept, module.trainer = module._trainer, None
+        try:
+            yield
+        finally:
+            module.trainer = kept
 
     @contextmanager
     def notes(self) -> Iterator[dict[str, Logged]]:
