@@ -374,3 +374,15 @@ def test_what_else_comes_is_dealt_or_refused_in_words(pool: Pool) -> None:
     assert "one positive number for each of the 2 ranks" in first["shares"]
     assert "ddp_comm_hook: these average" in first["hook"]
     assert "loss_count is 'words'" in first["word"]
+
+
+def test_both_packages_of_lightning_have_a_strategy_of_their_own() -> None:
+    import pytorch_lightning
+
+    from heterodyne.integrations import pytorch_lightning as other
+
+    assert issubclass(other.DDPStrategy, pytorch_lightning.strategies.DDPStrategy)
+    assert issubclass(DDPStrategy, L.pytorch.strategies.DDPStrategy)
+    assert pytorch_lightning.Trainer(
+        strategy=other.DDPStrategy(shares=[1.0]), accelerator="cpu", devices=1, logger=False
+    )
