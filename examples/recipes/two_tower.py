@@ -1,4 +1,4 @@
-"""A two-tower recommender: users and items of all ranks are each other's negatives; sparse gradients of the embeddings.
+"""A two-tower recommender: the items of all ranks are negatives of each user.
 
 torchrun --nproc-per-node 3 two_tower.py          # shares by the ranks' own pace
 torchrun --nproc-per-node 3 two_tower.py 5 2 1    # shares by hand
@@ -20,7 +20,7 @@ USERS, ITEMS = 40, 60
 class Tower(nn.Module):
     def __init__(self, entries):
         super().__init__()
-        self.entries = nn.Embedding(entries, 16, sparse=True)
+        self.entries = nn.Embedding(entries, 16)
         self.layers = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
 
     def forward(self, ids):
@@ -45,9 +45,7 @@ def main(shares):
     loader = DataLoader(data, batch_size=36 // dist.get_world_size(), sampler=sampler)
     model = hd.DistributedDataParallel(TwoTowers())  # was torch.nn.parallel.DistributedDataParallel
     loader = hd.prepare_loader(loader, model, shares=shares)  # new
-    sparse = [model.module.users.entries.weight, model.module.items.entries.weight]
-    dense = [parameter for parameter in model.parameters() if all(parameter is not other for other in sparse)]
-    optimizers = [torch.optim.SparseAdam(sparse, lr=0.02), torch.optim.Adam(dense, lr=0.01)]
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for epoch in range(3):
         sampler.set_epoch(epoch)
         for users, items in loader:
@@ -55,11 +53,9 @@ def main(shares):
             every, numbers = model.all_gather(of_items), model.all_gather(items)  # was the rank's own items alone
             bought = (items[:, None] == numbers).float()
             loss = -((of_users @ every.t()).log_softmax(1) * bought / bought.sum(1, keepdim=True)).sum(1).mean()
-            for optimizer in optimizers:
-                optimizer.zero_grad()
+            optimizer.zero_grad()
             loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
+            optimizer.step()
             loss = model.mean(loss)
             if dist.get_rank() == 0:
                 print(f"loss {loss:.6f}", flush=True)

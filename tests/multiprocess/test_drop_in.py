@@ -6,6 +6,7 @@ import copy
 import gc
 import multiprocessing
 import random
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -437,6 +438,63 @@ def through_a_stream(world: World, workers: int, shares: list[float] | None) -> 
     return errors
 
 
+class OneShard(Stream):
+    """All samples come from worker process 0, as of a stream with one shard."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        worker = torch.utils.data.get_worker_info()
+        order = torch.randperm(len(self.samples), generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        for index in order if worker is None or worker.id == 0 else ():
+            time.sleep(0.002 if self.rank == 0 else 0)  # so that the others' workers are as far ahead as they may be
+            yield self.samples[index]
+
+
+def through_one_shard(world: World) -> list[int]:
+    """Which samples this rank has got in a pass whose shares change while the places of workers without data are in use."""
+    options: dict[str, Any] = {"num_workers": 5, "multiprocessing_context": "fork"}
+    warnings.simplefilter("ignore")  # of more workers than cores
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # those of the pool may start none
+    ddp = hd.DistributedDataParallel(Residual().double())
+    loader = hd.prepare_loader(torch.utils.data.DataLoader(OneShard(300, world.rank), batch_size=4, **options), ddp)
+    ddp._pace.__class__ = Paced  # type: ignore[assignment]
+    Paced.rank = world.rank
+    seen: list[int] = []
+    for batch in loader:
+        seen += batch["index"].tolist()[: ddp._dealt.own]  # type: ignore[union-attr]
+        classified(ddp, batch).backward()
+    return seen
+
+
+def test_shares_change_where_one_worker_has_all_samples(pool: Any) -> None:
+    of_ranks = pool.run(3, through_one_shard)
+    assert sorted(index for seen in of_ranks for index in seen) == list(range(300))
+    assert len(of_ranks[0]) != len(of_ranks[2])
+
+
+def through_a_stream_of_global_draws(world: World) -> str:
+    """The order of the stream is drawn from the generator that dropout draws from too, so ranks get other ones soon."""
+    torch.manual_seed(0)
+    ddp = hd.DistributedDataParallel(nn.Sequential(nn.Dropout(0.5), nn.Linear(WIDTH, CLASSES)).double())
+
+    class Drawn(Stream):
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            for _ in range(len(self.samples)):
+                yield self.samples[int(torch.randint(len(self.samples), ()))]
+
+    loader = hd.prepare_loader(torch.utils.data.DataLoader(Drawn(200), batch_size=4), ddp, shares=[3.0, 1.0])
+    try:
+        for batch in loader:
+            classified(ddp, batch).backward()
+    except hd.HeterodyneError as error:
+        return str(error)
+    return ""
+
+
+def test_streams_that_part_are_refused(pool: Any) -> None:
+    for told in pool.run(2, through_a_stream_of_global_draws):
+        assert "generator of its own" in told
+
+
 @pytest.mark.parametrize(("workers", "shares"), [(0, None), (2, None), (0, [7.0, 3.0, 2.0])])
 @pytest.mark.filterwarnings("ignore")
 def test_streams_are_dealt_as_one_process_reads_them(pool: Any, workers: int, shares: list[float] | None) -> None:
@@ -637,6 +695,47 @@ def test_gradients_of_other_ranks_are_not_lost(pool: Any) -> None:
     first, second = pool.run(2, lose_what_others_compare)
     assert not first
     assert "counts nothing" in second
+
+
+def unfreeze(world: World) -> str:
+    ddp = hd.DistributedDataParallel(frozen())
+    batch = samples(3, torch.Generator().manual_seed(world.rank), torch.float32)
+    classified(ddp, batch).backward()
+    ddp.module.up.requires_grad_(True)
+    with pytest.raises(hd.HeterodyneError) as caught:
+        classified(ddp, batch)
+    return str(caught.value)
+
+
+def test_a_parameter_that_is_unfrozen_later_is_refused(pool: Any) -> None:
+    for told in pool.run(2, unfreeze):
+        assert "'up.weight' was frozen when the model was wrapped" in told
+
+
+def read_ahead(world: World) -> float:
+    """A loop that reads a batch before it trains on the one before, with BatchNorm and rows of all ranks; the error of the weights."""
+    torch.manual_seed(0)
+    data = Samples(26)
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=4, shuffle=False)
+    ddp = hd.DistributedDataParallel(Normed().double())
+    loader = hd.prepare_loader(loader, ddp, shares=[7.0, 3.0, 2.0])
+    alone = copy.deepcopy(ddp.module)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.05) for module in (ddp, alone)]
+    batches = iter(loader)
+    now, number = next(batches), 0
+    while now is not None:
+        coming = next(batches, None)
+        whole = {key: value[12 * number : 12 * number + 12] for key, value in data.all.items()}
+        for optimizer, module, batch in zip(optimizers, (ddp, alone), (now, whole), strict=True):
+            optimizer.zero_grad()
+            contrasted(module, batch).backward()
+            optimizer.step()
+        now, number = coming, number + 1
+    return difference(ddp.module, alone)
+
+
+def test_a_loop_may_read_ahead(pool: Any) -> None:
+    assert largest(pool.run(3, read_ahead)) <= 1e-8
 
 
 def test_what_is_wrong_is_named(pool: Any) -> None:

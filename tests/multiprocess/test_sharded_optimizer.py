@@ -119,6 +119,53 @@ def test_weights_and_state_are_those_of_the_whole_optimizer(pool: Any, name: str
     assert sum(kept for _, kept, _, _ in found) == found[0][2]
 
 
+class Unlike(torch.optim.SGD):
+    """Matrices take their direction, the rest its sign; in groups with ``whole`` alone."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    of = p.grad / p.grad.norm() if group["whole"] and p.dim() > 1 else p.grad.sign()
+                    p.data.sub_(group["lr"] * of)
+
+    def __init__(self, params: Any, lr: float, whole: bool = False) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.setdefault("whole", whole)
+
+
+def keep_whole_what_must_be(world: World) -> float:
+    """Scalars come first, and only one group needs weights whole; weights are given other memory on the way."""
+    torch.manual_seed(0)
+    model = nn.ParameterList(
+        [torch.tensor(1.0), torch.tensor(2.0), torch.randn(7), torch.randn(6, 5), torch.randn(4, 9)]
+    )
+    alone = copy.deepcopy(model)
+
+    def groups_of(parameters: Any) -> list[dict[str, Any]]:
+        every = list(parameters)
+        return [{"params": every[:3]}, {"params": every[3:], "whole": True}]
+
+    own = hd.ZeroRedundancyOptimizer(groups_of(model), Unlike, lr=0.1, shares=SHARES)
+    whole = Unlike(groups_of(alone), lr=0.1)
+    for step in range(4):
+        if step == 2:
+            for parameter in model:
+                parameter.data = parameter.detach().clone()
+        for mine, other in zip(model, alone, strict=True):
+            mine.grad = torch.randn(mine.shape, generator=torch.Generator().manual_seed(step))
+            other.grad = mine.grad.clone()
+        own.step()
+        whole.step()
+    del world
+    return max(relative(a, b) for a, b in zip(model, alone, strict=True))
+
+
+def test_weights_are_kept_whole_wherever_a_group_needs_them(pool: Any) -> None:
+    assert max(pool.run(3, keep_whole_what_must_be)) <= 1e-6
+
+
 def ask_for_too_much(world: World) -> list[str]:
     model = nn.Linear(2, 2)
     told = []

@@ -69,10 +69,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         super().__init__(*given.args, **given.kwargs)
         self._loss_count: LossCount | None = loss_count
         self._dealt: Dealt | None = None
+        self._in_work: Dealt | None = None  # of the last forward
         self._evaluated: Callable[[], float] | None = (
             None  # what the last forward counts, if it was one without gradients
         )
         self._checked = False
+        self._frozen = [(name, p) for name, p in self.module.named_parameters() if not p.requires_grad]
         self._samplers: list[DistributedSampler] = []
         process_group = self._connect(communicator)
         kind = nn.Parameter if given.arguments.get("broadcast_buffers") is False else Tensor
@@ -107,10 +109,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _takes_part(self) -> bool:
         """Return whether this rank has samples of the batch, and not one that only keeps it in step."""
-        return self._dealt is None or self._dealt.own > 0
+        return self._in_work is None or self._in_work.own > 0
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module on this rank's samples, as PyTorch's DDP does."""
+        self._in_work = dealt_of((inputs, kwargs)) or self._dealt
+        self._require_still_frozen()
         if not torch.is_grad_enabled():
             self._evaluated = lambda: self._own_count(inputs, kwargs)
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
@@ -130,9 +134,18 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._check(inputs, kwargs, output)
         return output
 
+    def _require_still_frozen(self) -> None:
+        """Raise HeterodyneError for a parameter that is trained since the model was wrapped: nobody reduces its gradient."""
+        late = next((name for name, parameter in self._frozen if parameter.requires_grad), None)
+        if late is not None:
+            raise HeterodyneError(
+                f"{late!r} was frozen when the model was wrapped, and requires a gradient now, which nobody reduces: unfreeze it "
+                "before the model is wrapped, or wrap model.module again"
+            )
+
     def _weigh(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Say what the loss of this forward counts, unless the script has."""
-        reduction, dealt = self._reduction, dealt_of((inputs, kwargs)) or self._dealt
+        reduction, dealt = self._reduction, self._in_work
         samples = dealt.own if dealt is not None else samples_in((*inputs, *kwargs.values())) or 0
         self._pace.note_forward(samples)
         if reduction.told and reduction.weight is not None:
@@ -207,6 +220,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def deal(self, dealt: Dealt | None) -> None:
         """Called by the loader: whose samples the next forward gets; None: its samples are not known."""
         self._dealt = dealt
+        if dealt is None:
+            self._in_work = None
 
     def follow_samplers(self, sampler: DistributedSampler, first: DistributedDataParallel) -> None:
         """Let the pace of this model, and of others that train in turns with ``first``, set the shares of a sampler."""
@@ -260,7 +275,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if other:
             raise WorkerError(
                 f"rank {', '.join(other)} reads other samples from its IterableDataset than rank 0, so samples are left out: give every "
-                "rank the whole stream with the same seeds; or leave prepare_loader out, and let each rank take batches of its own"
+                "rank the whole stream, shuffled by a generator of its own with the same seed; or leave prepare_loader out, and let each "
+                "rank take batches of its own"
             )
 
     def _check(self, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -268,9 +284,16 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._loss_count if isinstance(self._loss_count, str) else "the function" if self._loss_count else "samples"
         )
         sums = self._loss_count == "sum"
-        if self.can_repeat_forward and loss_in(output) is not None and self._loss_count not in ("samples", "ranks"):
+        if self.can_repeat_forward and self._loss_count not in ("samples", "ranks"):
             before = torch.get_rng_state()
-            checked = require_count(self.module, inputs, kwargs, self._count, words=words, sums=sums)
+            checked, *_ = (
+                self._communicator.agreement.gather_or_raise(  # a score of one sample may look like a loss on a rank
+                    lambda: (
+                        loss_in(output) is not None
+                        and require_count(self.module, inputs, kwargs, self._count, words=words, sums=sums)
+                    )
+                )
+            )
             torch.set_rng_state(before)
             if checked:
                 return
@@ -302,7 +325,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Return what a copy or a pickle has: it joins the ranks by itself when it is trained."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         kept = {name: value for name, value in state.items() if name not in _OF_CONNECTION}
-        return kept | {"_samplers": [], "_dealt": None, "_comm_hooks": []}
+        return kept | {"_samplers": [], "_dealt": None, "_in_work": None, "_comm_hooks": []}
 
 
 class _Counted:

@@ -62,7 +62,7 @@ class _Rows(torch.autograd.Function):
             whole = exchange.rows(seen, 0, 1)
         ctx.gathering, ctx.takes_part = gathering, takes_part
         ctx.first, ctx.shape = exchange.first, own.shape
-        if not own.is_floating_point():
+        if not (own.is_floating_point() or own.is_complex()):
             ctx.mark_non_differentiable(whole)
         return whole
 

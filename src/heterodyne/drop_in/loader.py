@@ -118,7 +118,8 @@ def _dealt_stream(
         batch_size=loader.batch_size,
         drop_last=bool(loader.drop_last),
         collate=loader.collate_fn,
-        ahead=loader.num_workers * (1 + (loader.prefetch_factor or 0)),
+        workers=loader.num_workers,
+        prefetched=loader.prefetch_factor or 0,
         shares=shares,
     )
     for model in models:

@@ -116,7 +116,7 @@ class DistributedSampler(Sampler[list[int]]):
             0  # batches of this pass over the data; a rank may have made passes by itself, to look at a batch
         )
         self.digest: str | None = None
-        """Of the first samples of a stream, which are to be the same on every rank."""
+        """Of samples of a stream that were read, which are to be the same on every rank."""
         self._passes = 0
         self._coming: tuple[tuple[float, ...], tuple[int, int]] | None = None  # shares, from which pass and batch on
         self._ahead: deque[Dealt] = deque()  # drawn, but not handed out yet

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -56,8 +57,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._process_group.share_ranges(_EXCHANGED)
         if shares is None:
             shares = [max(1, free) for free in self._communicator.all_gather_object(_free_bytes(device))]
-        named = {f"parameter_{number}": parameter for number, parameter in enumerate(self._parameters)}
-        tried = reach_of(lambda given: optimizer_class(given, **defaults), named)
+        tried = reach_of(
+            partial(_small_groups, optimizer_class, defaults, self.param_groups), _named(self.param_groups)
+        )
         if tried.reach == "model":
             raise HeterodyneError(
                 f"{tried.name} looks at the whole model at once{tried.untried and f' ({tried.untried})'}, so its state cannot be sharded: "
@@ -67,6 +69,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._own = optimizer_class([self._own_group(group) for group in self.param_groups], **defaults)
         for group, own in zip(self.param_groups, self._own.param_groups, strict=True):
             group.update({name: value for name, value in own.items() if name not in group})
+        self.defaults = {**self._own.defaults, **self.defaults}  # schedulers read some there
         self._consolidated: dict[str, Any] | None = None
 
     def _cut(self, shares: Sequence[float], *, whole_weights: bool) -> None:
@@ -102,8 +105,10 @@ class ZeroRedundancyOptimizer(Optimizer):
                 loss = closure()
         for group, own in zip(self.param_groups, self._own.param_groups, strict=True):
             own.update({name: value for name, value in group.items() if name not in ("params", "param_names")})
+        self._consolidated = None
         for number, ((start, stop), part) in self._slices.items():
             gradient = self._parameters[number].grad
+            self._follow_memory(number)
             if gradient is not None and gradient.is_sparse:
                 raise HeterodyneError(
                     "gradients are sparse (an Embedding with sparse=True), and only whole optimizers take those: give these parameters "
@@ -117,6 +122,20 @@ class ZeroRedundancyOptimizer(Optimizer):
                 part.grad = None
         self._exchange()
         return loss
+
+    @torch.no_grad()
+    def _follow_memory(self, number: int) -> None:
+        """Let this rank's part of a parameter be where the parameter is now. Raise HeterodyneError if that is not possible."""
+        parameter, ((start, stop), part) = self._parameters[number], self._slices[number]
+        if part is parameter:
+            return
+        if parameter.dtype != part.dtype or parameter.device != part.device or not parameter.is_contiguous():
+            raise HeterodyneError(
+                f"a parameter of shape {list(parameter.shape)} has another dtype, device or memory format than when the optimizer was "
+                "made: make it after the model was converted"
+            )
+        if part.data_ptr() != parameter.data_ptr() + start * parameter.element_size():
+            part.data = parameter.detach().view(-1)[start:stop]
 
     @torch.no_grad()
     def _exchange(self) -> None:
@@ -193,6 +212,37 @@ class ZeroRedundancyOptimizer(Optimizer):
         return torch.empty_like(part, dtype=value.dtype).copy_(
             taken
         )  # in its memory format, which fused kernels expect
+
+
+def _named(groups: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Return all parameters by names that tell their group and their number of dims, which the reach of an optimizer may depend on."""
+    return {
+        f"{_letters(number)}.{_letters(parameter.dim())}.{place}": parameter
+        for number, group in enumerate(groups)
+        for place, parameter in enumerate(group["params"])
+    }
+
+
+def _letters(number: int) -> str:
+    return "x" * number + "y"  # a digit would not tell names apart
+
+
+def _small_groups(
+    optimizer_class: Callable[..., Optimizer],
+    defaults: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+) -> Optimizer:
+    """Make the optimizer of small parameters in the place of those of the groups, each with the options of its group."""
+    of_groups: dict[int, list[nn.Parameter]] = {}
+    for name, parameter in named_parameters:
+        of_groups.setdefault(name.partition(".")[0].count("x"), []).append(parameter)
+    options = [
+        {name: value for name, value in group.items() if name not in ("params", "param_names")} for group in groups
+    ]
+    return optimizer_class(
+        [{**options[number], "params": held} for number, held in sorted(of_groups.items())], **defaults
+    )
 
 
 def _kind(parameter: Tensor) -> tuple[str, str]:

@@ -7,7 +7,9 @@ all samples and collate only their own, since samples of a stream cannot be skip
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -33,7 +35,8 @@ class StreamDealer(DistributedSampler):
     Args:
         stream: yields the same samples on every rank.
         batch_size: of a rank where all have as much.
-        ahead: how many batches worker processes may have made before they are handed out, at most.
+        workers: processes that read it.
+        prefetched: batches that each may have made before they are handed out.
     """
 
     def __init__(
@@ -44,7 +47,8 @@ class StreamDealer(DistributedSampler):
         batch_size: int,
         drop_last: bool,
         collate: Callable[[list[Any]], Any],
-        ahead: int,
+        workers: int,
+        prefetched: int,
         shares: Sequence[float] | None,
     ) -> None:
         super().__init__(
@@ -57,7 +61,9 @@ class StreamDealer(DistributedSampler):
             shares=shares,
         )
         self.read_ahead()
-        self.stream, self._reach = stream, ahead
+        self.stream = stream
+        # Numbers of batches of a worker are ``workers`` apart, and the last one that reads has all places of those that have ended.
+        self._reach = workers * (1 + workers * prefetched)
         self._last = -1  # the number of the batch that was handed out last
         # Rows of the number of the batch from which on shares hold, and these; worker processes read them.
         self._settings = torch.full((_MOST_CHANGES, 1 + self.num_replicas), _NEVER, dtype=torch.float64)
@@ -80,14 +86,15 @@ class StreamDealer(DistributedSampler):
         self.batches_of_rank.skips.fill_(skips)
         self._resumes = False
         self._ahead.clear()
+        self.digest = None
         self.handed_out, self._last = 0, skips - 1
 
-    def note(self, made: tuple[int, Dealt, str | None]) -> None:
+    def note(self, made: tuple[int, Dealt, str]) -> None:
         """Called for each batch as it is to be handed out."""
         number, dealt, digest = made
         self._last = max(self._last, number)
         self._ahead.append(dealt)
-        self.digest = digest or self.digest
+        self.digest = hashlib.sha256(f"{self.digest} {digest}".encode()).hexdigest()
 
     @property
     def drawn(self) -> int:
@@ -118,7 +125,7 @@ class StreamDealer(DistributedSampler):
 
 
 class _OwnBatches(IterableDataset[Any]):
-    """Yields (number, what was dealt, digest of its first samples) and this rank's batch, for each global batch."""
+    """Yields (number, what was dealt, digest of its first sample) and this rank's batch, for each global batch."""
 
     def __init__(
         self,
@@ -139,19 +146,19 @@ class _OwnBatches(IterableDataset[Any]):
         worker = get_worker_info()
         number, stride = (0, 1) if worker is None else (worker.id, worker.num_workers)
         samples = iter(self._stream)
-        first, skips = number, int(self.skips)
+        skips = int(self.skips)
         while group := list(islice(samples, self._size)):
             if len(group) == self._size or not self._drop_last:
                 if number >= skips:
-                    yield self._own(number, group, digest=number == first == 0)
+                    yield self._own(number, group)
                 number += stride
 
-    def _own(self, number: int, group: list[Any], *, digest: bool) -> tuple[tuple[int, Dealt, str | None], Any]:
+    def _own(self, number: int, group: list[Any]) -> tuple[tuple[int, Dealt, str], Any]:
         counts = dealt_at(self._settings, number, len(group))
         before = sum(counts[: self._rank])
         own = group[before : before + counts[self._rank]]
         dealt = Dealt(len(own), len(group), (number + 1) * self._size)
-        return (number, dealt, _digest(group) if digest else None), self._collate(own or group[:1])
+        return (number, dealt, _digest(group[0])), self._collate(own or group[:1])
 
 
 def dealt_at(settings: Tensor, number: int, samples: int) -> tuple[int, ...]:
@@ -179,3 +186,6 @@ def _add(found: Any, value: Any) -> None:
             _add(found, part)
     elif isinstance(value, str | bytes | int | float | None):
         found.update(repr(value).encode())
+    else:  # an image, a dataclass
+        with suppress(Exception):
+            found.update(pickle.dumps(value))

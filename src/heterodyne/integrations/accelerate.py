@@ -194,7 +194,8 @@ class Accelerator(OfAccelerate):  # type: ignore[misc]  # Accelerate has no type
         Args:
             own: what this rank's loss divides by. None: its samples of the batch that was dealt last.
         """
-        weight = float(own if own is not None else self._last.own if self._last is not None else 1)
+        samples = 1 if self._last is None else self._last.own
+        weight = float(own if own is not None and samples else samples)
         pair = torch.tensor([weight * float(loss) if weight else 0.0, weight], dtype=torch.float64, device=self.device)
         total, weights = self.reduce(pair, "sum").tolist()
         return float(total / weights)

@@ -201,9 +201,15 @@ class UnequalSharesMixin(_Base):  # type: ignore[misc]
         model.count(own, total)
         word = self._loss_count or self._guess(inputs)
         own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
-        if self._checked is model or own_loss or self._loss_count in ("samples", "ranks"):
+        if self._checked is model or self._loss_count in ("samples", "ranks"):
             return
         self._checked = model
+        if own_loss:  # it may log or count, so it is not called once more
+            if self._loss_count is None and total != 1 and self.is_world_process_zero():
+                sys.stderr.write(
+                    f"heterodyne: {type(self).__name__}.compute_loss is taken for a mean over {word}; say loss_count= of any other\n"
+                )
+            return
         plain, eager = None if items is None else torch.as_tensor(items).as_subclass(Tensor), self._eager(model)
         count, sums = count_of(word, model.forward), total == 1
         with unchanged_random_state():

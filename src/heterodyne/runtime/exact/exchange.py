@@ -20,6 +20,9 @@ from heterodyne.runtime.comm.process_group import ProcessGroup
 __all__ = ["SampleExchange", "over_all_losses"]
 
 
+_SENT_AS = {torch.bool: torch.uint8, torch.int16: torch.int32}  # no backend adds up these
+
+
 def over_all_losses(process_group: ProcessGroup, of_own: Tensor, weight: float, *, takes_part: bool) -> Tensor:
     """Return what the gradient of this rank's loss would be if it were the loss of all ranks, of which it is ``weight``. Collective.
 
@@ -101,10 +104,10 @@ class _Rows(torch.autograd.Function):
         # Rows of others are zero here, so the sum over the replicas is each row as it was.
         whole = own.new_zeros([length if at == dim else size for at, size in enumerate(own.shape)])
         whole.narrow(dim, start, own.shape[dim]).copy_(own)
-        sent = whole.to(torch.uint8) if whole.dtype is torch.bool else whole
+        sent = whole.to(_SENT_AS.get(whole.dtype, whole.dtype))
         process_group.all_reduce(sent).wait()
         found = sent.to(own.dtype)
-        if not own.is_floating_point():
+        if not (own.is_floating_point() or own.is_complex()):
             ctx.mark_non_differentiable(found)
         return found
 
