@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from heterodyne.emulate import Mechanism, emulate
-from heterodyne.errors import HeterodyneError, UnitError
+from heterodyne.errors import UnitError
+from heterodyne.processes import require_no_launcher
 from heterodyne.units import parse_bandwidth, parse_bytes
 
 __all__ = ["command"]
 
 _FAST = "10Gb/s"  # of a host whose link is not said
-_LAUNCHERS = frozenset(
-    {"torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate.commands.launch"}
-    | {"deepspeed", "mpirun", "mpiexec", "srun"}
-)
 
 
 def command(
@@ -52,7 +48,7 @@ def command(
     """
     if mechanism not in ("auto", "cgroup", "signals"):
         raise UnitError(f"--mechanism {mechanism}: write auto, cgroup or signals")
-    _require_no_launcher(run)
+    require_no_launcher(run, "emulate, one for each of its workers")
     chosen: Mechanism = mechanism  # type: ignore[assignment]  # the test above narrows it
     if (speeds is None) == (hosts is None) or (hosts is not None and links is not None):
         raise UnitError("give --speeds (and --links), or --hosts, whose links stand behind '@'")
@@ -77,18 +73,6 @@ def _host(text: str) -> tuple[list[float], float]:
             f"--hosts: {text!r} is no host; write for example 3x0.7@200Mb/s: three workers with 0.7 of a core, and a link"
         )
     return [_number(match[2])] * int(match[1]), parse_bandwidth(match[3] or _FAST)
-
-
-def _require_no_launcher(run: list[str]) -> None:
-    """Raise HeterodyneError for a command that starts workers itself: each of ours would start as many."""
-    launcher = Path(run[0]).name
-    if launcher.startswith("python") and run[1:2] == ["-m"] and len(run) > 2:
-        launcher = run[2]
-    if launcher in _LAUNCHERS:
-        raise HeterodyneError(
-            f"'{launcher}' starts workers itself, and so does emulate, one for each of --speeds: write the program alone behind --, for "
-            "example: heterodyne emulate --speeds 0.7,0.35 -- python train.py"
-        )
 
 
 def _number(text: str) -> float:

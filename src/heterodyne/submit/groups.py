@@ -12,6 +12,7 @@ from itertools import groupby
 from heterodyne.cluster import Cluster
 from heterodyne.cluster.catalog import find
 from heterodyne.errors import ClusterError
+from heterodyne.processes import require_no_launcher
 
 __all__ = ["Group", "Launch", "groups_of", "nodes_of", "torchrun"]
 
@@ -32,6 +33,7 @@ class Launch:
     port: int = 29500
 
     def __post_init__(self) -> None:
+        require_no_launcher(self.command, "this, one for each device")
         if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", self.name) or len(self.name) > _LONGEST_NAME:
             raise ClusterError(
                 f"the name {self.name!r} of a job has lower-case letters, digits and '-' between them, {_LONGEST_NAME} at most"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from heterodyne.cli.app import run
 from heterodyne.cluster import Cluster, Device
-from heterodyne.errors import ClusterError
+from heterodyne.errors import ClusterError, HeterodyneError
 from heterodyne.submit import SCHEDULERS, Launch
 from heterodyne.submit.groups import groups_of
 
@@ -143,6 +143,13 @@ def test_what_cannot_be_written_is_refused(cluster: Cluster, launch: Launch, tol
 def test_a_name_that_no_host_may_have_is_refused(name: str) -> None:
     with pytest.raises(ClusterError, match="lower-case letters"):
         Launch(command=["x"], name=name)
+
+
+def test_a_launcher_is_not_launched_once_more() -> None:
+    for command in (["torchrun", "t.py"], ["/usr/bin/python3", "-m", "torch.distributed.run", "t.py"], ["srun", "x"]):
+        with pytest.raises(HeterodyneError, match="starts workers itself"):
+            Launch(command=command)
+    Launch(command=["python", "-m", "mine"])
 
 
 def test_the_verb_writes_to_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
