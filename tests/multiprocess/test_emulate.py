@@ -200,6 +200,27 @@ def test_a_link_carries_no_more_than_was_asked_for(tmp_path: Path, said: list[st
     assert rate < 1.3 * bytes_per_s
 
 
+PLACE = """
+import os, socket, sys
+names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+open(os.path.join(sys.argv[1], os.environ["RANK"]), "w").write(" ".join([socket.gethostname(), *(os.environ[n] for n in names)]))
+"""
+
+
+def test_workers_of_a_host_have_one_name_and_places_on_it(tmp_path: Path, said: list[str]) -> None:
+    need_links()
+    command = [sys.executable, "-c", PLACE, str(tmp_path)]
+    assert emulate([0.5] * 4, command, links=[1e7], hosts=[0, 1, 0, 2], logs=tmp_path / "logs", say=said.append) == 0
+    assert [(tmp_path / str(rank)).read_text() for rank in range(4)] == [
+        "host-0 0 2 0",
+        "host-1 0 1 1",
+        "host-0 1 2 0",
+        "host-2 0 1 2",
+    ]
+    with pytest.raises(EmulateError, match="give each a number from 0 on"):
+        emulate([0.5] * 2, command, links=[1e7], hosts=[0, 2], logs=tmp_path)
+
+
 def test_links_without_root_are_refused(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         pytest.skip("this user is root")
