@@ -52,6 +52,7 @@ HEADLINES: tuple[tuple[tuple[str, str], str, Callable[[float], str]], ...] = (
 BENCHMARKS = (
     "uneven_data_parallel",
     "drop_in",
+    "islands",
     "uneven_pipeline",
     "uneven_tensor_parallel",
     "large_head",
