@@ -471,6 +471,16 @@ def test_shares_change_where_one_worker_has_all_samples(pool: Any) -> None:
     assert len(of_ranks[0]) != len(of_ranks[2])
 
 
+def refusal(ddp: Any, loader: Any) -> str:
+    """Return what a pass over a loader is refused with."""
+    try:
+        for batch in loader:
+            classified(ddp, batch).backward()
+    except hd.HeterodyneError as error:
+        return str(error)
+    return ""
+
+
 def through_a_stream_of_global_draws(world: World) -> str:
     """The order of the stream is drawn from the generator that dropout draws from too, so ranks get other ones soon."""
     torch.manual_seed(0)
@@ -481,13 +491,9 @@ def through_a_stream_of_global_draws(world: World) -> str:
             for _ in range(len(self.samples)):
                 yield self.samples[int(torch.randint(len(self.samples), ()))]
 
-    loader = hd.prepare_loader(torch.utils.data.DataLoader(Drawn(200), batch_size=4), ddp, shares=[3.0, 1.0])
-    try:
-        for batch in loader:
-            classified(ddp, batch).backward()
-    except hd.HeterodyneError as error:
-        return str(error)
-    return ""
+    return refusal(
+        ddp, hd.prepare_loader(torch.utils.data.DataLoader(Drawn(200), batch_size=4), ddp, shares=[3.0, 1.0])
+    )
 
 
 def test_streams_that_part_are_refused(pool: Any) -> None:
@@ -521,13 +527,7 @@ def test_rows_of_unlike_shapes_are_refused_on_all_ranks(pool: Any) -> None:
 def through_unlike_streams(world: World) -> str:
     ddp = hd.DistributedDataParallel(Residual().double())
     stream = Stream(103, world.rank, world.world_size)
-    loader = hd.prepare_loader(torch.utils.data.DataLoader(stream, batch_size=4), ddp)
-    try:
-        for batch in loader:
-            classified(ddp, batch).backward()
-    except hd.HeterodyneError as error:
-        return str(error)
-    return ""
+    return refusal(ddp, hd.prepare_loader(torch.utils.data.DataLoader(stream, batch_size=4), ddp))
 
 
 def test_streams_that_are_split_already_are_refused(pool: Any) -> None:

@@ -16,10 +16,13 @@ from multiprocess.pool import World
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 
 
-def reduce_on_hosts(world: World, hosts: str, seed: int) -> list[tuple[bool, list[float]]]:
+def reduce_on_hosts(
+    world: World, hosts: str, seed: int, links: list[float] | None = None
+) -> list[tuple[bool, list[float]]]:
     """Sums of random sizes and dtypes, several at a time; whether each is right, and its first elements."""
     with mock.patch.object(module, "neighbourhood", return_value=(hosts[world.rank],)):
         communicator = Communicator(rank=world.rank, world_size=world.world_size, device=torch.device("cpu"))
+    communicator.link_bandwidths = links
     group = communicator.process_group(range(world.world_size))
     assert group is not None
     assert (group._islands is not None) == (1 < len(set(hosts)) < len(hosts))
@@ -49,6 +52,11 @@ def reduce_on_hosts(world: World, hosts: str, seed: int) -> list[tuple[bool, lis
 @pytest.mark.parametrize("hosts", ["aab", "aaabbc", "ababac", "abc", "aaa"])
 def test_sums_over_hosts_are_those_of_all(pool: Any, hosts: str) -> None:
     of_ranks = pool.run(len(hosts), reduce_on_hosts, hosts, 3)
+    assert all(right for found in of_ranks for right, _ in found)
+
+
+def test_sums_are_right_where_a_slow_host_is_no_home(pool: Any) -> None:
+    of_ranks = pool.run(6, reduce_on_hosts, "aaabbc", 4, [20.0] * 3 + [40.0] * 2 + [80.0])
     assert all(right for found in of_ranks for right, _ in found)
 
 

@@ -20,7 +20,8 @@ SOUND = HostFacts(
     machine="1",
     addresses=("10.0.0.1", "127.0.0.1"),
     interfaces={"lo": ("127.0.0.1",), "eth0": ("10.0.0.1",)},
-    variables={"HETERODYNE_RUN_SECRET": "x" * 64, "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth"},
+    has_secret=True,
+    variables={"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth"},
     versions={"torch": "2.13.0", "Python": "3.11.7"},
     cores=8,
     shared_memory_bytes=2**33,
@@ -42,7 +43,7 @@ OF_ONE: dict[str, tuple[dict[str, Any], str, str]] = {
         "no interface begins so",
         "eth0",
     ),
-    "no secret": ({"variables": {}}, "HETERODYNE_RUN_SECRET is not set", "openssl rand"),
+    "no secret": ({"has_secret": False}, "HETERODYNE_RUN_SECRET is not set", "openssl rand"),
     "torch without driver": ({"devices": ()}, "driver of NVIDIA.*sees no accelerator", "pytorch.org"),
     "memory is taken": ({"devices": TAKEN}, "a/H100:0 are taken", "nvidia-smi"),
     "busy": ({"load": 6.5}, "6.5 of 8 cores busy", "'top'"),
@@ -69,7 +70,7 @@ def test_a_fault_of_a_host_is_named(name: str) -> None:
 
 
 def test_what_concerns_several_hosts_is_not_asked_of_one() -> None:
-    alone = dataclasses.replace(SOUND, addresses=(), variables={})
+    alone = dataclasses.replace(SOUND, addresses=(), has_secret=False)
     assert faults_of(alone, others=False) == []
 
 

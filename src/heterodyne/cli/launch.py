@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 __all__ = ["command"]
+
+_HERE = ("localhost", "127.0.0.1", "::1")
 
 
 def command(
@@ -27,12 +30,15 @@ def command(
     One process for each device. The first host writes to the terminal. All end when one fails, and with Ctrl-C.
     """
     from heterodyne.cluster.file import load_cluster
+    from heterodyne.errors import ClusterError
     from heterodyne.processes.launch import WorkerSpec, launch_workers
     from heterodyne.submit.groups import Launch, groups_of, nodes_of, torchrun
     from heterodyne.submit.remote import node_command
 
     found, launch = load_cluster(cluster), Launch(command=words, port=port)
     groups, hosts = groups_of(found), nodes_of(found)
+    if len(hosts) > 1 and not master and hosts[0] in _HERE:
+        raise ClusterError(f"the other hosts cannot reach the first one as {hosts[0]!r}: name it with --master")
     before = [f"cd {shlex.quote(str(directory or Path.cwd()))}", *([setup] if setup else [])]
     specs = []
     for group in groups:
@@ -42,7 +48,7 @@ def command(
             specs.append(
                 WorkerSpec(
                     command=node_command(host, " && ".join([*before, f"exec {program}"])),
-                    explain=lambda host=host: f"it stands for host {host}",  # type: ignore[misc]  # bound now
+                    explain=partial("it ran on host {}".format, host),
                 )
             )
     return launch_workers(specs, logs=logs)

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
@@ -57,9 +57,10 @@ def examine(directory: Path, port: int, cluster: Cluster | None = None) -> Exami
 
 
 def _together(communicator: Communicator, own: HostFacts, interface: str, cluster: Cluster | None) -> Examined | None:
-    now_s = time.time()
-    told = communicator.all_gather_object((own, interface, now_s))
-    first = {(facts.host, facts.machine): rank for rank, (facts, *_) in reversed(list(enumerate(told)))}
+    communicator.barrier()  # clocks are compared as they are now, not when each has come
+    own = replace(own, utc_s=time.time())
+    told = communicator.all_gather_object((own, interface))
+    first = {(facts.host, facts.machine): rank for rank, (facts, _) in reversed(list(enumerate(told)))}
     ranks = sorted(first.values())
     hosts = [told[rank][0] for rank in ranks]
     links = [_link(communicator, a, b, told[a][0].host, told[b][0].host) for a, b in combinations(ranks, 2)]
@@ -85,7 +86,7 @@ def _together(communicator: Communicator, own: HostFacts, interface: str, cluste
 
 
 def _link(communicator: Communicator, a: int, b: int, host: str, other: str) -> LinkFacts | None:
-    """Send to and fro between two ranks while the others wait. Collective; only ranks 0 and ``a`` get a result."""
+    """Send to and fro between two ranks while the others wait. Collective."""
     found = None
     if communicator.rank in (a, b):
         latency_s = _round_trip_s(communicator, a, b, 1, _ROUND_TRIPS) / 2

@@ -19,13 +19,15 @@ import torch
 
 import heterodyne
 from heterodyne.measure.discover import local_accelerators
+from heterodyne.processes.port import is_free
 from heterodyne.runtime.same_ranks import digest_of_package
+from heterodyne.secret_names import SECRET_VARIABLE
 
 __all__ = ["DeviceFacts", "HostFacts", "interface_towards", "read_facts"]
 
 _DRIVERS = {"NVIDIA": Path("/proc/driver/nvidia/version"), "AMD": Path("/dev/kfd")}
 _MACHINE_IDS = (Path("/proc/sys/kernel/random/boot_id"), Path("/etc/machine-id"))
-VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR", "HETERODYNE_RUN_SECRET")
+_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,7 @@ class HostFacts:
         machine: differs between machines, whatever they are called.
         addresses: what the name of the host resolves to there; empty: nothing.
         interfaces: their addresses, by name.
+        has_secret: whether the secret of the run is set.
         drivers: makers whose drivers are loaded.
         port_is_free: whether the port of the run can be opened here.
         directory: where runs are to be written; ``writable``: whether they can be.
@@ -57,6 +60,7 @@ class HostFacts:
     addresses: tuple[str, ...]
     interfaces: Mapping[str, tuple[str, ...]]
     variables: Mapping[str, str] = field(default_factory=dict)
+    has_secret: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
     cores: int = 1
     load: float = 0.0
@@ -83,7 +87,8 @@ def read_facts(directory: Path, port: int) -> HostFacts:
             name: tuple(each.address for each in of if each.family in (socket.AF_INET, socket.AF_INET6))
             for name, of in psutil.net_if_addrs().items()
         },
-        variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        variables={name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        has_secret=SECRET_VARIABLE in os.environ,
         versions={
             "Python": platform.python_version(),
             "torch": str(torch.__version__),
@@ -97,7 +102,7 @@ def read_facts(directory: Path, port: int) -> HostFacts:
         drivers=tuple(maker for maker, path in _DRIVERS.items() if path.exists()),
         devices=tuple(_device(index, d.id, d.kind, d.memory_bytes) for index, d in enumerate(local_accelerators(host))),
         port=port,
-        port_is_free=_is_free(port),
+        port_is_free=is_free(port),
         directory=str(directory.resolve()),
         writable=_is_writable(directory),
         utc_s=time.time(),
@@ -134,16 +139,6 @@ def _device(index: int, name: str, kind: str, total: int) -> DeviceFacts:
     with suppress(RuntimeError, AttributeError, NotImplementedError):  # of a driver that does not say
         free, total = torch.accelerator.get_memory_info(index)
     return DeviceFacts(id=name, kind=kind, free_bytes=free, total_bytes=total)
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
 
 
 def _is_writable(directory: Path) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from heterodyne.cluster import Cluster
 from heterodyne.doctor.facts import HostFacts
+from heterodyne.secret_names import SECRET_VARIABLE
 from heterodyne.units import format_bandwidth, format_bytes, format_seconds
 
 __all__ = ["Fault", "LinkFacts", "faults_between", "faults_of"]
@@ -112,10 +113,10 @@ def _of_network(facts: HostFacts) -> Iterator[tuple[str, str]]:
                 f"{_VARIABLE_OF_NCCL}={for_nccl}, and no interface begins so",
                 f"it takes beginnings of names: {known}",
             )
-    if "HETERODYNE_RUN_SECRET" not in facts.variables:
+    if not facts.has_secret:
         yield (
-            "HETERODYNE_RUN_SECRET is not set, which only hosts with one home directory can do without",
-            "export HETERODYNE_RUN_SECRET=$(openssl rand -hex 32), the same value on every host",
+            f"{SECRET_VARIABLE} is not set, which only hosts with one home directory can do without",
+            f"export {SECRET_VARIABLE}=$(openssl rand -hex 32), the same value on every host",
         )
 
 

@@ -116,7 +116,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._in_work = dealt_of((inputs, kwargs)) or self._dealt
         self._require_still_frozen()
         if not torch.is_grad_enabled():
-            self._evaluated = lambda: self._own_count(inputs, kwargs)
+            dealt = self._in_work
+            self._evaluated = lambda: self._own_count(dealt, inputs, kwargs)
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         self._evaluated = None
         if not hasattr(self, "_reduction"):  # a copy
@@ -154,7 +155,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             total = 1.0 if self._loss_count in _SUMS else None
             if dealt is not None and self._loss_count in _BY_SAMPLES:
                 total = dealt.total
-            weight = LossWeight(self._own_count(inputs, kwargs), total, self._communicator.control)
+            weight = LossWeight(self._own_count(dealt, inputs, kwargs), total, self._communicator.control)
         reduction.follow(weight, accumulates=not self.require_backward_grad_sync)
 
     def count(self, own: float | Tensor, total: float | None = None) -> _Counted:
@@ -172,9 +173,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._reduction.told = True
         return _Counted(self._reduction)
 
-    def _own_count(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Return what this rank's loss of a forward divides by."""
-        dealt = dealt_of((inputs, kwargs)) or self._dealt
+    def _own_count(self, dealt: Dealt | None, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Return what this rank's loss of a forward divides by, of whose batch that was dealt."""
         if dealt is not None and (not dealt.own or self._loss_count in _BY_SAMPLES):
             return dealt.own
         return self._count(inputs, kwargs)

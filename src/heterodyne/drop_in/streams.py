@@ -7,9 +7,7 @@ all samples and collate only their own, since samples of a stream cannot be skip
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -186,6 +184,7 @@ def _add(found: Any, value: Any) -> None:
             _add(found, part)
     elif isinstance(value, str | bytes | int | float | None):
         found.update(repr(value).encode())
-    else:  # an image, a dataclass
-        with suppress(Exception):
-            found.update(pickle.dumps(value))
+    elif hasattr(value, "__array_interface__"):  # an image
+        _add(found, np.asarray(value))
+    elif hasattr(value, "__dict__"):  # a pickle of it would have addresses
+        _add(found, vars(value))

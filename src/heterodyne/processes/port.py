@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from heterodyne.errors import WorkerError
 
-__all__ = ["reserve_port"]
+__all__ = ["is_free", "reserve_port"]
 
 # Below the ports that Linux (32768) and BSD (49152) hand out to outgoing connections, so none of those can land on ours.
 _FIRST, _LAST = 20_000, 32_000
@@ -30,7 +30,7 @@ def reserve_port() -> Iterator[int]:
     for _ in range(_ATTEMPTS):
         port = generator.randrange(_FIRST, _LAST)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as claim:
-            if not (_claim(claim, port) and _is_free(port)):
+            if not (_claim(claim, port) and is_free(port)):
                 continue
             yield port
             return
@@ -47,7 +47,8 @@ def _claim(claim: socket.socket, port: int) -> bool:
     return True
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Return whether a TCP port of this machine can be opened."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         # As servers do, or a connection that was closed a moment ago would make the port look taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -105,10 +105,10 @@ def torchrun(group: Group, groups: Sequence[Group], launch: Launch, *, node: str
 
 
 def _program(command: Sequence[str]) -> list[str]:
-    """Return what torchrun runs: a script by its path, anything else as it is."""
-    python = command[:1] and re.fullmatch(r"(.*/)?python[0-9.]*", command[0])
+    """Return what torchrun runs: a script by its path, a module by its name, anything else as it is."""
+    python = re.fullmatch(r"(.*/)?python[0-9.]*", command[0]) if len(command) > 1 else None
     words = [shlex.quote(word) for word in command]
-    return words[1:] if python else ["--no-python", *words]
+    return words[1:] if python and (command[1] == "-m" or not command[1].startswith("-")) else ["--no-python", *words]
 
 
 def _label(name: str, number: int) -> str:

@@ -9,6 +9,7 @@ import yaml
 from heterodyne.cluster import Cluster
 from heterodyne.cluster.catalog import find
 from heterodyne.errors import ClusterError
+from heterodyne.secret_names import SECRET_VARIABLE
 from heterodyne.submit.groups import Group, Launch, groups_of, torchrun
 
 __all__ = ["jobset", "trainjob"]
@@ -78,7 +79,7 @@ def _replicated(group: Group, groups: list[Group], launch: Launch, labels: dict[
         "name": "node",
         "image": launch.image,
         "command": ["bash", "-c", command],
-        "env": [{"name": "HETERODYNE_RUN_SECRET", "valueFrom": secret}],
+        "env": [{"name": SECRET_VARIABLE, "valueFrom": secret}],
         "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
     }
     if limits := _limits(group):

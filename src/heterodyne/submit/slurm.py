@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from heterodyne.cluster import Cluster
+from heterodyne.secret_names import SECRET_VARIABLE
 from heterodyne.submit.groups import Group, Launch, groups_of, torchrun
 
 __all__ = ["slurm"]
@@ -26,7 +27,7 @@ def slurm(cluster: Cluster, launch: Launch) -> str:
             "# GPUs are named as most sites do in gres.conf; partition and account are yours to add.",
             "",
             f'export MASTER=$(scontrol show hostnames "${nodes}" | head -n 1)',
-            "export HETERODYNE_RUN_SECRET=$(openssl rand -hex 32)",
+            f"export {SECRET_VARIABLE}=$(openssl rand -hex 32)",
             *steps,
             f"for group in {' '.join(group.name for group in groups)}; do",
             "    wait -n || { status=$?; kill $(jobs -p); exit $status; }",

@@ -145,6 +145,26 @@ def test_a_name_that_no_host_may_have_is_refused(name: str) -> None:
         Launch(command=["x"], name=name)
 
 
+@pytest.mark.parametrize(
+    ("command", "run"),
+    [
+        (["python", "-m", "mine", "--x"], "-m mine --x"),
+        (["/opt/bin/python3.11", "t.py"], "t.py"),
+        (["python", "-u", "t.py"], "--no-python python -u t.py"),
+        (["./t.sh", "a b"], "--no-python ./t.sh 'a b'"),
+    ],
+)
+def test_a_program_is_run_as_it_was_written(command: list[str], run: str) -> None:
+    assert f"--master-port=29500 {run}'" in SCHEDULERS["slurm"](
+        cluster_of(("cpu", 1)), Launch(command=command)
+    ).replace("'\\''", "'")
+
+
+def test_the_first_host_has_a_name_that_others_reach(ssh: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch(ssh, "localhost b") == 2
+    assert "name it with --master" in capfd.readouterr().err
+
+
 def test_a_launcher_is_not_launched_once_more() -> None:
     for command in (["torchrun", "t.py"], ["/usr/bin/python3", "-m", "torch.distributed.run", "t.py"], ["srun", "x"]):
         with pytest.raises(HeterodyneError, match="starts workers itself"):
