@@ -57,9 +57,13 @@ class ZeroRedundancyOptimizer(Optimizer):
         self._process_group.share_ranges(_EXCHANGED)
         if shares is None:
             shares = [max(1, free) for free in self._communicator.all_gather_object(_free_bytes(device))]
-        tried = reach_of(
-            partial(_small_groups, optimizer_class, defaults, self.param_groups), _named(self.param_groups)
-        )
+        try:
+            tried = reach_of(
+                partial(_small_groups, optimizer_class, defaults, self.param_groups), _named(self.param_groups)
+            )
+        except HeterodyneError as error:
+            name = getattr(optimizer_class, "__name__", "the optimizer")
+            raise HeterodyneError(f"the state of {name} cannot be sharded, so use it as it is: {error}") from error
         if tried.reach == "model":
             raise HeterodyneError(
                 f"{tried.name} looks at the whole model at once{tried.untried and f' ({tried.untried})'}, so its state cannot be sharded: "
