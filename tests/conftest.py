@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -54,6 +55,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return min(named, default=file)
 
     return ByGroup(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Undo what a test changes in the environment: Lightning and Accelerate write ranks there, which a later test would take for its own."""
+    with mock.patch.dict(os.environ):
+        return (yield)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -377,7 +377,7 @@ def _perform(call: _Call) -> Any:
         )
         dist.barrier()  # a job without a collective could leave while another rank still connects
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), mock.patch.dict(os.environ):
             warnings.simplefilter("error")
             return function(call.world, *arguments)
     finally:
