@@ -21,6 +21,7 @@ from results import Results, arguments, spread
 HERE = Path(__file__).resolve()
 TURNS, IN_ORDER = (0, 1, 0, 1, 0, 2), (0, 0, 0, 1, 1, 2)
 MEGABIT = 125_000.0
+LATENCY_S = 0.001
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,7 @@ def work() -> None:
     import torch
     import torch.distributed as dist
 
+    from heterodyne.cluster.spec import Link
     from heterodyne.runtime.comm.communicator import Communicator
 
     options = worker_arguments()
@@ -85,7 +87,8 @@ def work() -> None:
     communicator = Communicator(rank=rank, world_size=ranks, device=torch.device("cpu"))
     tensor = torch.ones(options.size["megabytes"] * 2**18)
     equal = communicator.process_group(range(ranks))
-    communicator.link_bandwidths = [options.size["links"][host] for host in options.size["hosts"]]
+    rates = [options.size["links"][host] for host in options.size["hosts"]]
+    communicator.links = [Link(between=("", ""), bandwidth_bytes_per_s=rate, latency_s=LATENCY_S) for rate in rates]
     group = communicator.process_group(range(ranks))
     assert equal is not None
     assert group is not None

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from heterodyne.cluster.spec import Link
 from heterodyne.runtime.comm import communicator as module
 from heterodyne.runtime.comm.communicator import Communicator
+from heterodyne.runtime.comm.work import Work
 from multiprocess.pool import World
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 
 
+def linked(rates: list[float] | None) -> list[Link] | None:
+    return rates and [Link(between=("here", "there"), bandwidth_bytes_per_s=each, latency_s=1e-3) for each in rates]  # type: ignore[return-value]
+
+
 def reduce_on_hosts(
-    world: World, hosts: str, seed: int, links: list[float] | None = None
+    world: World, hosts: str, seed: int, rates: list[float] | None = None
 ) -> list[tuple[bool, list[float]]]:
     """Sums of random sizes and dtypes, several at a time; whether each is right, and its first elements."""
     with mock.patch.object(module, "neighbourhood", return_value=(hosts[world.rank],)):
         communicator = Communicator(rank=world.rank, world_size=world.world_size, device=torch.device("cpu"))
-    communicator.link_bandwidths = links
+    communicator.links = linked(rates)
     group = communicator.process_group(range(world.world_size))
     assert group is not None
     assert (group._islands is not None) == (1 < len(set(hosts)) < len(hosts))
@@ -56,7 +63,7 @@ def test_sums_over_hosts_are_those_of_all(pool: Any, hosts: str) -> None:
 
 
 def test_sums_are_right_where_a_slow_host_is_no_home(pool: Any) -> None:
-    of_ranks = pool.run(6, reduce_on_hosts, "aaabbc", 4, [20.0] * 3 + [40.0] * 2 + [80.0])
+    of_ranks = pool.run(6, reduce_on_hosts, "aaabbc", 4, [20e6] * 3 + [40e6] * 2 + [80e6])
     assert all(right for found in of_ranks for right, _ in found)
 
 
@@ -78,31 +85,62 @@ def test_all_ranks_have_the_same_bits(pool: Any) -> None:
     assert all(other == first for other in others)
 
 
-def reduce_on_devices(world: World, seed: int) -> list[bool]:
-    communicator = Communicator(rank=world.rank, world_size=world.world_size, device=torch.device(world.device))
+def collect(world: World, hosts: str, seed: int, rates: list[float] | None) -> list[tuple[str, bool]]:
+    """Collectives of random kinds, sizes, ranges and dtypes, several at a time; whether each is right."""
+    own_device = torch.device(world.device)
+    with mock.patch.object(module, "neighbourhood", return_value=(hosts[world.rank],)):
+        communicator = Communicator(rank=world.rank, world_size=world.world_size, device=own_device)
+    communicator.links = linked(rates)
     group = communicator.process_group(range(world.world_size))
     assert group is not None
     assert group._islands is not None
     draw, found = random.Random(seed), []
-    for _ in range(4):
-        sizes = [draw.choice((1, 20_000, draw.randint(1, 100_000))) for _ in range(3)]
-        generator = torch.Generator().manual_seed(draw.randint(0, 2**30))
-        of_ranks = [
-            [torch.randint(-50, 50, (size,), generator=generator).float() for size in sizes]
-            for _ in range(world.world_size)
-        ]
-        own = [tensor.to(world.device, copy=True) for tensor in of_ranks[world.rank]]
-        works = [group.all_reduce(tensor) for tensor in own]
-        for work in works:
+    for _ in range(8):
+        dtype = draw.choice(DTYPES)
+        begun = []
+        for _ in range(draw.randint(1, 3)):
+            kind = draw.choice(("all_reduce", "reduce_scatter", "all_gather", "broadcast"))
+            size = draw.choice((1, 7, 20_000, draw.randint(1, 200_000)))
+            ends = sorted(draw.choices(range(size + 1), k=world.world_size - 1))
+            ranges = list(pairwise([0, *ends, size]))
+            generator = torch.Generator().manual_seed(draw.randint(0, 2**30))
+            values = torch.randint(-50, 50, (world.world_size, size), generator=generator).to(dtype)
+            total, source = values.double().sum(0).to(dtype), draw.randrange(world.world_size)
+            tensor = values[world.rank].to(own_device, copy=True)
+            whole = slice(0, size)
+            if kind == "all_reduce":
+                begun.append((kind, group.all_reduce(tensor), tensor, total, whole))
+            elif kind == "reduce_scatter":
+                work = group.reduce_scatter_ranges(tensor, ranges)
+                begun.append((kind, work, tensor, total, slice(*ranges[world.rank])))
+            elif kind == "all_gather":
+                parts = torch.cat([values[rank, start:stop] for rank, (start, stop) in enumerate(ranges)])
+                begun.append((kind, group.all_gather_ranges(tensor, ranges, timed=True), tensor, parts, whole))
+            else:
+                for _, work, *_ in begun:
+                    work.wait()  # a broadcast blocks
+                group.broadcast(tensor, source)
+                begun.append((kind, Work(), tensor, values[source], whole))
+        for kind, work, tensor, wanted, part in begun:
             work.wait()
-        for number, tensor in enumerate(own):
-            found.append(torch.equal(tensor.cpu(), sum(of[number] for of in of_ranks)))  # type: ignore[arg-type]
+            found.append((kind, torch.equal(tensor[part].cpu(), wanted[part])))
     communicator.close()
     return found
 
 
 @pytest.mark.parametrize(
-    "devices", [("vendor_a", "vendor_a", "vendor_b"), ("vendor_a", "cpu", "vendor_b", "cpu", "vendor_b")]
+    ("hosts", "devices", "rates"),
+    [
+        ("aab", None, None),
+        ("aaabbc", None, [20e6] * 3 + [40e6] * 2 + [80e6]),
+        ("ababac", None, [20e6, 1e9] * 2 + [20e6, 80e6]),
+        ("abccc", ("vendor_a", "vendor_a", "cpu", "cpu", "cpu"), None),
+        ("abcde", ("vendor_a", "cpu", "vendor_b", "vendor_a", "vendor_b"), [1e9, 1e7, 1e8, 1e9, 1e8]),
+    ],
 )
-def test_sums_over_makers_are_those_of_all(pool: Any, devices: tuple[str, ...]) -> None:
-    assert all(all(found) for found in pool.run(len(devices), reduce_on_devices, 1, devices=devices, timeout_s=120))
+@pytest.mark.parametrize("seed", [1, 2])
+def test_collectives_over_islands_are_right(
+    pool: Any, hosts: str, devices: tuple[str, ...] | None, rates: list[float] | None, seed: int
+) -> None:
+    for found in pool.run(len(hosts), collect, hosts, seed, rates, devices=devices, timeout_s=120):
+        assert all(right for _, right in found), [kind for kind, right in found if not right]

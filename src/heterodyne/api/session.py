@@ -16,7 +16,7 @@ import torch
 from heterodyne.api.script_end import left_with_script
 from heterodyne.arguments import checked_arguments
 from heterodyne.cluster.file import load_cluster
-from heterodyne.cluster.spec import Cluster
+from heterodyne.cluster.spec import Cluster, Link
 from heterodyne.errors import ClusterError
 from heterodyne.measure.discover import discover_cluster
 from heterodyne.printable import printable
@@ -161,7 +161,7 @@ def open_session(
             cluster = _without_leftovers(found)
         else:
             cluster = _as_described(load_cluster(cluster_file), found, Path(cluster_file))
-        communicator.link_bandwidths = _to_other_hosts(cluster)
+        communicator.links = _to_other_hosts(cluster)
         yield Session(
             cluster=cluster,
             device=device,
@@ -185,16 +185,19 @@ def _own_device(local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
-def _to_other_hosts(cluster: Cluster) -> list[float] | None:
-    """Return the bandwidth of the host of each rank: that of its fastest link to another host. None where nothing is known of one."""
-    nodes = dict.fromkeys(device.node for device in cluster.devices)
-    between = {
-        node: [
-            link.bandwidth_bytes_per_s for link in cluster.links if node in link.between and len(set(link.between)) > 1
-        ]
-        for node in nodes
+def _to_other_hosts(cluster: Cluster) -> list[Link] | None:
+    """Return the fastest link to another host that the host of each rank has. None where nothing is known of one."""
+    between = [link for link in cluster.links if len(set(link.between)) > 1]
+    fastest = {
+        node: max((link for link in between if node in link.between), key=_bandwidth, default=None)
+        for node in {device.node for device in cluster.devices}
     }
-    return [max(between[device.node]) for device in cluster.devices] if all(between.values()) else None
+    found = [link for device in cluster.devices if (link := fastest[device.node]) is not None]
+    return found if len(found) == len(cluster.devices) else None
+
+
+def _bandwidth(link: Link) -> float:
+    return link.bandwidth_bytes_per_s
 
 
 def _without_leftovers(found: Cluster) -> Cluster:

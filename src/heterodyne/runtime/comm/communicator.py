@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from heterodyne.cluster.spec import Link
 from heterodyne.errors import WorkerError
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.comm.islands import Islands
@@ -95,8 +96,8 @@ class Communicator:
         self.device = device
         self._timeout = _default_timeout() if timeout_s is None else timedelta(seconds=timeout_s)
         self._key = key
-        self.link_bandwidths: Sequence[float] | None = None
-        """Of the host of each rank to other hosts, the same on every rank; None: alike. It is read where process groups are made."""
+        self.links: Sequence[Link] | None = None
+        """Of the host of each rank to other hosts, the same on every rank; None: not known. They are read where process groups are made."""
         self._process_groups: list[ProcessGroup] = []
         self._p2ps: list[P2P] = []
         self._is_branch = False
@@ -129,9 +130,7 @@ class Communicator:
             device=self.device,
             via_host=backend is None,
             neighbours=neighbours,
-            islands=Islands(self.rank, islands, group, up, down, self._bandwidths(islands))
-            if islands and group is not None
-            else None,
+            islands=None if not islands or group is None else self._over(ranks, islands, group, up, down),
             inside=up,
             key=self._key,
         )
@@ -153,10 +152,22 @@ class Communicator:
         useful = len(islands) == len(found) and len(islands) > 1 and any(len(each) > 1 for each in islands)
         return islands if useful else []
 
-    def _bandwidths(self, islands: Sequence[Sequence[int]]) -> list[float] | None:
-        if self.link_bandwidths is None:
-            return None
-        return [min(self.link_bandwidths[rank] for rank in island) for island in islands]
+    def _over(
+        self,
+        ranks: Sequence[int],
+        islands: Sequence[Sequence[int]],
+        group: dist.ProcessGroup,
+        up: ProcessGroup | None,
+        down: ProcessGroup | None,
+    ) -> Islands:
+        links, latency_s = None, 0.0
+        if self.links is not None:
+            of = self.links
+            links = [min(of[rank].bandwidth_bytes_per_s for rank in island) for island in islands]
+            latency_s = max(of[rank].latency_s for rank in ranks)
+        place_of = {rank: place for place, rank in enumerate(ranks)}
+        places = [[place_of[rank] for rank in island] for island in islands]
+        return Islands(place_of[self.rank], places, group, up, down, links, latency_s)
 
     def _inside(self, islands: Sequence[Sequence[int]]) -> tuple[ProcessGroup | None, ProcessGroup | None]:
         """Return the process groups of this rank's island for the way up and down, None for one of one rank. Collective over all ranks.

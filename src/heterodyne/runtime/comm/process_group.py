@@ -1,8 +1,8 @@
 """A process group that may span unlike devices: collectives among some ranks, in call order.
 
 If all ranks have a device of one platform each, tensors use its native backend (nccl, xccl; gloo on CPU). Between unlike devices they go
-through host memory: copied to a pinned buffer, reduced by gloo, copied back; all-reduces of more than small tensors first inside of each
-island of devices of one platform, or of CPU workers of one host (`Islands`). CPU workers of one machine reduce the `buffers` of a
+through host memory: copied to a pinned buffer, reduced by gloo, copied back; what is not small first inside of each island of devices
+of one platform, or of CPU workers of one host (`Islands`). CPU workers of one machine reduce the `buffers` of a
 process group in shared memory, and exchange ranges of transient tensors there (`share_ranges`).
 """
 
@@ -166,6 +166,12 @@ class ProcessGroup:
         """Give every rank the tensor of rank ``source`` (a global rank), in place; blocks. Raises WorkerError."""
         if self._group is None:
             return
+        if self._islands is not None and tensor.nbytes >= LATENCY_BYTES:
+            flat = tensor.detach().reshape(-1)
+            self._islands.broadcast(flat, self.ranks.index(source), self._in_order()).wait()
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(flat.view(tensor.shape))
+            return
         direct = tensor if not self._via_host and tensor.is_contiguous() else tensor.detach().cpu().contiguous()
         dist.broadcast(direct, src=source, group=self._group)
         if direct is not tensor:
@@ -253,6 +259,8 @@ class ProcessGroup:
         """
         if self._group is None:
             return Work(timed=timed)
+        if self._islands is not None and flat.nbytes >= LATENCY_BYTES:
+            return self._islands.reduce_scatter_ranges(flat, ranges, self._in_order(), timed=timed)
         if self.native:
             start, stop = ranges[self.place]
             summed = self.reduce_scatter([flat[low:high] for low, high in ranges], flat)
@@ -279,6 +287,8 @@ class ProcessGroup:
         """
         if self._group is None:
             return Work(timed=timed)
+        if self._islands is not None and flat.nbytes >= LATENCY_BYTES:
+            return self._islands.all_gather_ranges(flat, ranges, self._in_order(), timed=timed)
         if self.native:
             start, stop = ranges[self.place]
             gathered = self.all_gather(

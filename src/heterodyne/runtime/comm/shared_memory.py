@@ -53,7 +53,9 @@ class SharedBuffers:
         self.own = list(seen[place])
         self._place = place
         self._by_buffer = list(zip(*seen, strict=True))
-        self._touched: dict[tuple[int, bool], int] = {}  # of a buffer, in sums or in copies: bytes of the others
+        self._touched: dict[
+            tuple[int, int, int], int
+        ] = {}  # bytes of others, by buffer, whose (-1: in sums, of all), and where
 
     @classmethod
     def allocate(cls, sizes: Sequence[tuple[int, torch.dtype]], place: int, gather: Gather) -> SharedBuffers | None:
@@ -77,25 +79,39 @@ class SharedBuffers:
         return cls(place, [[_view(m, o, *size) for o, size in zip(offsets, sizes, strict=True)] for m in maps if m])
 
     def sum_of(self, tensor: Tensor, own: Range | None = None) -> Callable[[], None] | None:
-        """What puts the sum over the ranks into this rank's slice of one of the own buffers; None for another tensor.
+        """What puts the sum over the ranks into this rank's slice of a flat tensor, one of the own buffers or consecutive elements of it;
+        None for another tensor.
 
         ``own``: that slice, and only this rank gets it; None: every rank has one that is as long, and all get all sums. Every rank has
         filled its buffer before, and the sums are there when every rank has called it. Halves are added up in float32 and rounded once.
         """
-        for index, buffer in enumerate(self.own):
-            if (buffer.data_ptr(), buffer.shape, buffer.dtype) == (tensor.data_ptr(), tensor.shape, tensor.dtype):
-                return partial(self._add_up, index, own)
-        return None
+        found = self._place_of(tensor)
+        if found is None or self.own[found[0]].dtype != tensor.dtype:
+            return None
+        index, offset = found
+        places = len(self._by_buffer[index])
+        slice_ = _slice(tensor.numel(), self._place, places) if own is None else own
+        first, last = (offset // tensor.element_size() + border for border in slice_)
+        return partial(self._add_up, index, (first, last), everywhere=own is None)
 
     def copies_of(self, tensor: Tensor, ranges: Sequence[Range]) -> Callable[[], None] | None:
-        """What copies the range of each rank from its buffer into this rank's; None if ``tensor`` is no own buffer.
+        """What copies the range of each rank from its buffer into this rank's; None if ``tensor`` is not in an own buffer.
 
-        ``tensor`` may be the begin of one, with another dtype.
+        ``tensor`` may be a part of one, with another dtype.
         """
+        found = self._place_of(tensor)
+        if found is None:
+            return None
+        index, offset = found
+        size = tensor.element_size()
+        return partial(self._copy, index, [(offset + size * first, offset + size * last) for first, last in ranges])
+
+    def _place_of(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Return the number of the own buffer that a flat tensor lies in, and at which byte of it; None for another tensor."""
         for index, own in enumerate(self.own):
-            if own.data_ptr() == tensor.data_ptr() and tensor.nbytes and own.nbytes >= tensor.nbytes:
-                size = tensor.element_size()
-                return partial(self._copy, index, [(size * first, size * last) for first, last in ranges])
+            offset = tensor.data_ptr() - own.data_ptr()
+            if tensor.nbytes and 0 <= offset <= own.nbytes - tensor.nbytes:
+                return index, offset
         return None
 
     def _copy(self, index: int, in_bytes: Sequence[Range]) -> None:
@@ -103,14 +119,14 @@ class SharedBuffers:
         others = [(place, *of) for place, of in enumerate(in_bytes) if place != self._place]
         for place, first, last in others:
             buffers[self._place][first:last].copy_(buffers[place][first:last])
-        self._touched[index, False] = sum(last - first for _, first, last in others)
+        self._touched |= {(index, place, first): last - first for place, first, last in others}
 
-    def _add_up(self, index: int, own: Range | None) -> None:
+    def _add_up(self, index: int, own: Range, *, everywhere: bool) -> None:
         buffers = self._by_buffer[index]
-        first, last = _slice(buffers[0].numel(), self._place, len(buffers)) if own is None else own
+        first, last = own
         parts = [buffer[first:last] for buffer in buffers]
-        add_up(parts, parts if own is None else [parts[self._place]])
-        self._touched[index, True] = (len(buffers) - 1) * (last - first) * buffers[0].element_size()
+        add_up(parts, parts if everywhere else [parts[self._place]])
+        self._touched[index, -1, first] = (len(buffers) - 1) * (last - first) * buffers[0].element_size()
 
     def of_all(self, index: int) -> list[Tensor]:
         """A buffer as each rank has it."""
