@@ -15,6 +15,7 @@ from math import sqrt
 
 from heterodyne.cluster.profile import LinkSample
 from heterodyne.cluster.spec import Cluster
+from heterodyne.cost.islands import gathered, islands_of, reduced, uplink
 from heterodyne.errors import MeasureError
 from heterodyne.graph.sharding.price import LATENCY_BYTES
 
@@ -31,6 +32,10 @@ class AlphaBeta:
 
     def __call__(self, size_bytes: float) -> float:
         return self.latency_s + self.s_per_byte * size_bytes
+
+    def relative_to(self, other: AlphaBeta) -> tuple[float, float]:
+        """Latency and seconds per byte, as factors of those of another one; 1 where that has none."""
+        return self.latency_s / other.latency_s if other.latency_s else 1.0, self.s_per_byte / other.s_per_byte
 
     def scaled(self, latency: float, bandwidth: float) -> AlphaBeta:
         """Latency and seconds per byte, each times a factor."""
@@ -79,6 +84,7 @@ class Collectives:
 
     cluster: Cluster
     samples: tuple[LinkSample, ...] = ()
+    _overs: dict[tuple[str, ...], _Over | None] = field(default_factory=dict, repr=False, compare=False)
     _sends: dict[tuple[str, str], AlphaBeta] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -175,11 +181,17 @@ class Collectives:
         """A reduce-scatter or all-gather of shards in proportion to ``shares``; 0 for one device.
 
         With equal shards it is half an all-reduce. Each device sends all but its own shard, in pipelined chunks, so the one with the
-        smallest sends most: N - s bytes, where equal shards send N (n - 1) / n.
+        smallest sends most: N - s bytes, where equal shards send N (n - 1) / n. Over islands it is to an all-reduce as what passes their
+        links in both.
         """
         total, count = sum(shares), len(shares)
         if count < 2 or not total:
             return FREE
+        over = self._over_islands(devices)
+        if over is not None:
+            share_of = dict(zip(devices, shares, strict=True))
+            part = over.gather([sum(map(share_of.__getitem__, island)) for island in over.islands])
+            return self.all_reduce(devices).scaled(*part.relative_to(over.reduce()))
         most = (total - min(shares)) / total
         latency = 1.0 if self.in_shared_memory(devices) else 0.5
         return self.all_reduce(devices).scaled(latency, 0.5 * most * count / (count - 1))
@@ -200,11 +212,41 @@ class Collectives:
         latencies = max(1.0, most / chunk) * max(link.latency_s for link in links)
         return latencies + slowest * (most + 2 * (count - 2) * chunk)
 
+    def _over_islands(self, devices: Sequence[str]) -> _Over | None:
+        """None where the devices are one island, or each is one, or a link is not known."""
+        key = tuple(devices)
+        if key not in self._overs:
+            islands = islands_of(self.cluster, devices)
+            try:
+                self._overs[key] = self._between(islands) if islands else None
+            except MeasureError:
+                self._overs[key] = None
+        return self._overs[key]
+
+    def _between(self, islands: Sequence[Sequence[str]]) -> _Over:
+        node_of = {device.id: device.node for device in self.cluster.devices}
+        links = []
+        for island in islands:
+            others = {node_of[name]: name for other in islands if other is not island for name in other}.values()
+            of_node = {
+                node: min((self.send(name, other) for other in others), key=lambda cost: cost.s_per_byte)
+                for node, name in {node_of[name]: name for name in island}.items()
+            }
+            links.append([(node_of[name], of_node[node_of[name]]) for name in island])
+        inside = [self.reduce_scatter(island, [1] * len(island)) for island in islands]
+        return _Over(
+            islands=islands,
+            inside=AlphaBeta(max(each.latency_s for each in inside), max(each.s_per_byte for each in inside)),
+            latency_s=max(cost.latency_s for of in links for _, cost in of),
+            s_per_byte=tuple(uplink([node for node, _ in of], [cost.s_per_byte for _, cost in of]) for of in links),
+        )
+
     def all_reduce(self, devices: Sequence[str]) -> AlphaBeta:
         """An all-reduce among the devices; nothing for one. Raises MeasureError if nothing is known of a link.
 
         In order of trust: this very group measured; the smallest measured group around it, else the largest inside it, by
-        the ring formula; the slowest link of the group, by the ring formula. In shared memory no bytes go round: each device adds up its
+        the ring formula; the slowest link of the group, by the ring formula. Over islands, what passes their links takes the place of the
+        ring formula. In shared memory no bytes go round: each device adds up its
         part of what all have there, so it reads and writes as much however many there are, and waits for the last as in `exchange`.
         """
         group = frozenset(devices)
@@ -213,21 +255,67 @@ class Collectives:
             return FREE
         if group in self._reduces:
             return self._reduces[group]
-        around = [g for g in self._reduces if g > group]
-        inside = [g for g in self._reduces if g < group]
-        near = (
-            min(around, key=lambda g: (len(g), sorted(g)))
-            if around
-            else max(inside, key=lambda g: (len(g), sorted(g)), default=None)
-        )
-        if near is not None and self.in_shared_memory({*group, *near}):
-            return self._reduces[near].scaled(_waits(count) / _waits(len(near)), 1.0)
-        if near is not None:
-            bandwidth = (2 * (count - 1) / count) / (2 * (len(near) - 1) / len(near))
-            return self._reduces[near].scaled((count - 1) / (len(near) - 1), bandwidth)
+        over = self._over_islands(devices)
+        several = bool(islands_of(self.cluster, devices))
+        near = self._near(group, [g for g in self._reduces if bool(islands_of(self.cluster, sorted(g))) is several])
+        if near is None and over is not None:
+            return over.reduce()
+        if near is None:
+            try:
+                return self._of_links(group)
+            except MeasureError:
+                near = self._near(group, self._reduces)
+                if near is None:
+                    raise
+        known = self._reduces[near]
+        around = self._over_islands(sorted(near))
+        if over is not None and around is not None:
+            return known.scaled(*over.reduce().relative_to(around.reduce()))
+        if self.in_shared_memory({*group, *near}):
+            return known.scaled(_waits(count) / _waits(len(near)), 1.0)
+        bandwidth = (2 * (count - 1) / count) / (2 * (len(near) - 1) / len(near))
+        return known.scaled((count - 1) / (len(near) - 1), bandwidth)
+
+    @staticmethod
+    def _near(group: frozenset[str], known: Iterable[frozenset[str]]) -> frozenset[str] | None:
+        """The smallest of the known groups around this one, else the largest inside it."""
+        around, inside = [g for g in known if g > group], [g for g in known if g < group]
+        if around:
+            return min(around, key=lambda g: (len(g), sorted(g)))
+        return max(inside, key=lambda g: (len(g), sorted(g)), default=None)
+
+    def _of_links(self, group: frozenset[str]) -> AlphaBeta:
         links = [self.send(a, b) for a, b in combinations(sorted(group), 2)]
         slowest = AlphaBeta(max(link.latency_s for link in links), max(link.s_per_byte for link in links))
-        return slowest.scaled(2 * (count - 1), 2 * (count - 1) / count)
+        return slowest.scaled(2 * (len(group) - 1), 2 * (len(group) - 1) / len(group))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Over:
+    """Islands, and what they cost without measurements of the whole group.
+
+    Args:
+        inside: a reduce-scatter or all-gather of equal shards inside the slowest island.
+        latency_s: of a message between islands.
+        s_per_byte: of the link of each.
+    """
+
+    islands: Sequence[Sequence[str]]
+    inside: AlphaBeta
+    latency_s: float
+    s_per_byte: tuple[float, ...]
+
+    def reduce(self) -> AlphaBeta:
+        """An all-reduce: inside, sums and totals between, inside."""
+        return AlphaBeta(
+            2 * (self.latency_s + self.inside.latency_s), reduced(self.s_per_byte) + 2 * self.inside.s_per_byte
+        )
+
+    def gather(self, shares: Sequence[int]) -> AlphaBeta:
+        """An all-gather or reduce-scatter. ``shares``: of each island."""
+        return AlphaBeta(
+            self.latency_s + self.inside.latency_s, gathered(self.s_per_byte, shares) + self.inside.s_per_byte
+        )
 
 
 def _waits(count: int) -> float:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heterodyne.cluster import Cluster, Link, LinkSample
+from heterodyne.cluster import Cluster, Device, Link, LinkSample
 from heterodyne.cost.collective import FREE, Collectives, fit
 from heterodyne.errors import MeasureError
 from pure.build import cluster
@@ -133,17 +135,71 @@ def test_half_of_an_all_reduce_is_half_of_its_transfers_but_waits_as_long_in_sha
 
 
 def test_links_make_a_ring_as_slow_as_the_slowest() -> None:
-    two = Cluster(
-        name="two",
-        devices=cluster(3, nodes=2).devices,
-        links=(
-            Link(between=("n0", "n0"), bandwidth_bytes_per_s=1e9, latency_s=1e-6),
-            Link(between=("n0", "n1"), bandwidth_bytes_per_s=1e8, latency_s=1e-4),
-        ),
-    )
-    ring = Collectives(cluster=two).all_reduce([d.id for d in two.devices])
+    devices = tuple(replace(device, backend="xpu") for device in cluster(3, nodes=2).devices)
+    ring = Collectives(cluster=Cluster(name="two", devices=devices, links=TWO)).all_reduce([d.id for d in devices])
     assert ring.latency_s == pytest.approx(4 * 1e-4)
     assert ring.s_per_byte == pytest.approx(4 / 3 * 1e-8)
+
+
+TWO = (
+    Link(between=("n0", "n0"), bandwidth_bytes_per_s=1e9, latency_s=1e-6),
+    Link(between=("n0", "n1"), bandwidth_bytes_per_s=1e8, latency_s=1e-4),
+)
+
+
+def test_two_islands_pass_everything_once_between_them() -> None:
+    """Workers on the CPUs of two hosts: sums of everything go each way over the link, and inside n0 half is sent before and after."""
+    devices = cluster(3, nodes=2).devices
+    over = Collectives(cluster=Cluster(name="two", devices=devices, links=TWO)).all_reduce([d.id for d in devices])
+    assert over.s_per_byte == pytest.approx(1e-8 + 2 * 0.5e-9)
+    assert 2 * 1e-4 < over.latency_s < 3 * 1e-4
+
+
+def islands(uplinks: Sequence[float], sizes: Sequence[int]) -> Cluster:
+    """Hosts with links of their own to the others, and workers that exchange for nothing inside."""
+    nodes = [f"n{number}" for number in range(len(sizes))]
+    devices = tuple(
+        Device(id=f"{node}/cpu:{number}", kind="cpu", node=node, memory_bytes=2**30)
+        for node, size in zip(nodes, sizes, strict=True)
+        for number in range(size)
+    )
+    pairs = list(combinations(range(len(nodes)), 2))
+    return Cluster(
+        name="islands",
+        devices=devices,
+        links=(
+            *(Link(between=(node, node), bandwidth_bytes_per_s=1e18, latency_s=0.0) for node in nodes),
+            *(
+                Link(between=(nodes[a], nodes[b]), bandwidth_bytes_per_s=min(uplinks[a], uplinks[b]), latency_s=0.0)
+                for a, b in pairs
+            ),
+        ),
+    )
+
+
+def test_islands_cost_what_the_closed_form_says() -> None:
+    """N / b of the slowest for 20, 40 and 40, since its share of homes is 0; 4/3 N / b where three are alike."""
+    uneven, alike = (islands(links, (3, 2, 1)) for links in ((20e6, 40e6, 80e6), (40e6,) * 3))
+    found = [Collectives(cluster=each).all_reduce([d.id for d in each.devices]) for each in (uneven, alike)]
+    assert found[0].s_per_byte == pytest.approx(1 / 20e6, rel=1e-3)
+    assert found[1].s_per_byte == pytest.approx(4 / 3 / 40e6, rel=1e-3)
+
+
+def test_ranges_over_islands_pass_each_link_once() -> None:
+    """In a reduce-scatter each host sends what belongs to others."""
+    alike = islands((40e6,) * 3, (3, 2, 1))
+    found = Collectives(cluster=alike).reduce_scatter([d.id for d in alike.devices], (1, 1, 1, 1, 1, 1))
+    assert found.s_per_byte == pytest.approx(5 / 6 / 40e6, rel=1e-3)
+
+
+def test_a_measured_group_corrects_those_inside_of_it() -> None:
+    alike = islands((40e6,) * 3, (3, 2, 1))
+    names = [device.id for device in alike.devices]
+    on_paper = Collectives(cluster=alike)
+    whole = on_paper.all_reduce(names)
+    measured = Collectives(cluster=alike, samples=reduces(tuple(names), 0.0, 1.25 * whole.s_per_byte))
+    part = names[:5]
+    assert measured.all_reduce(part).s_per_byte == pytest.approx(1.25 * on_paper.all_reduce(part).s_per_byte)
 
 
 def test_measured_sends_come_before_the_cluster_file() -> None:
