@@ -23,12 +23,16 @@ EQUAL = (0.4, 0.4, 0.4, 0.4)
 
 
 def emulated(
-    speeds: tuple[float, ...], ways: list[str], size: Any, script: Path, *, links: str | None = None
+    speeds: tuple[float, ...], ways: list[str], size: Any, script: Path, *, links: str | None = None, hosts: str = ""
 ) -> dict[str, Any]:
-    """Run a script once for each speed under emulation, and read what rank 0 wrote. ``links``: of each worker, as the command takes it."""
+    """Run a script once for each speed under emulation, and read what rank 0 wrote.
+
+    ``links``: of each worker; ``hosts``: in place of speeds; both as the command takes them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "measured.json"
-        emulate = [sys.executable, "-m", "heterodyne", "emulate", "--speeds", ",".join(map(str, speeds))]
+        emulate = [sys.executable, "-m", "heterodyne", "emulate"]
+        emulate += ["--hosts", hosts] if hosts else ["--speeds", ",".join(map(str, speeds))]
         emulate += [] if links is None else ["--links", links]
         command = [*emulate, "--", sys.executable, str(script), "--worker", "--out", str(out), "--ways", *ways]
         command += ["--size", json.dumps(asdict(size))]

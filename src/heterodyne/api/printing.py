@@ -20,6 +20,7 @@ from heterodyne.report.run import Candidate
 from heterodyne.report.step_text import step_text
 from heterodyne.report.step_times import step_spans
 from heterodyne.report.tables import device_rows, step_rows
+from heterodyne.report.traffic import flows_of, traffic_rows
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.result import AlternativeRow, PlanningResult
 from heterodyne.terminal import console_on
@@ -118,6 +119,7 @@ def show_result(
     show(
         device_rows(devices) if isinstance(devices, Cluster) else fleet_rows(devices),
         plan_rows(result.plan, devices),
+        *_traffic(result.plan, devices),
         candidate_rows(_candidates(result.alternatives), seq=seq),
     )
     if has_pipelines(result.plan):  # else every rank does all of its share, one after another
@@ -134,6 +136,11 @@ def show_result(
     words = [*result.words, *_of_many_tokens(result.plan, seq)]
     sys.stdout.write(printable("\n".join(words)) + "\n\n")
     sys.stdout.flush()
+
+
+def _traffic(plan: Plan, devices: Cluster | Fleet) -> list[Rows]:
+    flows = flows_of(plan, devices) if isinstance(devices, Cluster) else []
+    return [traffic_rows(flows)] if flows else []
 
 
 def _of_many_tokens(plan: Plan, seq: int | None) -> Sequence[str]:

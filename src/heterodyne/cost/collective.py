@@ -84,7 +84,7 @@ class Collectives:
 
     cluster: Cluster
     samples: tuple[LinkSample, ...] = ()
-    _overs: dict[tuple[str, ...], _Over | None] = field(default_factory=dict, repr=False, compare=False)
+    _overs: dict[tuple[str, ...], OverIslands | None] = field(default_factory=dict, repr=False, compare=False)
     _sends: dict[tuple[str, str], AlphaBeta] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -187,7 +187,7 @@ class Collectives:
         total, count = sum(shares), len(shares)
         if count < 2 or not total:
             return FREE
-        over = self._over_islands(devices)
+        over = self.over_islands(devices)
         if over is not None:
             share_of = dict(zip(devices, shares, strict=True))
             part = over.gather([sum(map(share_of.__getitem__, island)) for island in over.islands])
@@ -212,7 +212,7 @@ class Collectives:
         latencies = max(1.0, most / chunk) * max(link.latency_s for link in links)
         return latencies + slowest * (most + 2 * (count - 2) * chunk)
 
-    def _over_islands(self, devices: Sequence[str]) -> _Over | None:
+    def over_islands(self, devices: Sequence[str]) -> OverIslands | None:
         """None where the devices are one island, or each is one, or a link is not known."""
         key = tuple(devices)
         if key not in self._overs:
@@ -223,7 +223,7 @@ class Collectives:
                 self._overs[key] = None
         return self._overs[key]
 
-    def _between(self, islands: Sequence[Sequence[str]]) -> _Over:
+    def _between(self, islands: Sequence[Sequence[str]]) -> OverIslands:
         node_of = {device.id: device.node for device in self.cluster.devices}
         links = []
         for island in islands:
@@ -234,7 +234,7 @@ class Collectives:
             }
             links.append([(node_of[name], of_node[node_of[name]]) for name in island])
         inside = [self.reduce_scatter(island, [1] * len(island)) for island in islands]
-        return _Over(
+        return OverIslands(
             islands=islands,
             inside=AlphaBeta(max(each.latency_s for each in inside), max(each.s_per_byte for each in inside)),
             latency_s=max(cost.latency_s for of in links for _, cost in of),
@@ -255,7 +255,7 @@ class Collectives:
             return FREE
         if group in self._reduces:
             return self._reduces[group]
-        over = self._over_islands(devices)
+        over = self.over_islands(devices)
         several = bool(islands_of(self.cluster, devices))
         near = self._near(group, [g for g in self._reduces if bool(islands_of(self.cluster, sorted(g))) is several])
         if near is None and over is not None:
@@ -268,7 +268,7 @@ class Collectives:
                 if near is None:
                     raise
         known = self._reduces[near]
-        around = self._over_islands(sorted(near))
+        around = self.over_islands(sorted(near))
         if over is not None and around is not None:
             return known.scaled(*over.reduce().relative_to(around.reduce()))
         if self.in_shared_memory({*group, *near}):
@@ -291,7 +291,7 @@ class Collectives:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Over:
+class OverIslands:
     """Islands, and what they cost without measurements of the whole group.
 
     Args:

@@ -246,10 +246,10 @@ class CostModel:
         """Seconds of the reduce-scatter of a bucket, or of its all-gather.
 
         All-reduces among processors are measured in the memory that workers of one machine share, or by the backend's own algorithm; what
-        comes and goes travels there too inside a machine, and between machines as our own ring of messages.
+        comes and goes travels there too inside a machine, and between machines with one worker each as our own ring of messages.
         """
         owners = [self.cluster.device(owner) for owner in bucket.owners]
-        apart = len({owner.node for owner in owners}) > 1
+        apart = len({owner.node for owner in owners}) == len(owners) > 1
         if plan.zero > 1 and apart and all(owner.backend == "cpu" for owner in owners):
             return self.collectives.ring_s(bucket.owners, shares, bucket.bytes)
         return self.collectives.reduce_scatter(bucket.owners, shares)(bucket.bytes)

@@ -223,6 +223,7 @@ class Prediction(PlanPart):
         pipelines_s, sync_s, update_s: the parts of ``step_s``: the longest pipeline, exposed seconds of the exchange of gradients and
             parameters after it, the optimizer.
         usd_per_hour: of the devices; usd, joules: of the step, with the traffic.
+        traffic: bytes of a step from one host to another, by ``from -> to``.
     """
 
     step_s: float
@@ -236,6 +237,7 @@ class Prediction(PlanPart):
     usd_per_hour: float | None = None
     usd: float | None = None
     joules: float | None = None
+    traffic: dict[str, int] = Field(default_factory=dict)
 
 
 class Plan(PlanPart):

@@ -9,8 +9,10 @@ from typing import Final
 from heterodyne.cost.compute import Pass
 from heterodyne.cost.model import CostModel
 from heterodyne.cost.position import slices_of, worked_on
+from heterodyne.cost.traffic import traffic_between_hosts
 from heterodyne.plan.lower import lower
 from heterodyne.plan.plan import Layout, Pipeline, Plan, Prediction, Region, Stage
+from heterodyne.plan.state_shards import state_shares
 from heterodyne.search.host_room import lacking_on_hosts
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import Candidate, Kind
@@ -57,7 +59,10 @@ def plan_of(model: CostModel, samples: int, pipelines: tuple[Pipeline, ...], sch
 def predict(model: CostModel, made: Plan, runs: Mapping[str, MicroBatchChoice]) -> tuple[Plan, Simulation]:
     """The plan with its prediction filled in, and how it plays. Raises PlanError for a plan that cannot run."""
     lowered = lower(made, model.graph, model.cluster, clip=model.recipe.clip)
-    simulation = simulate(lowered.program, model.of(made, lowered.weights))
+    costs = model.of(made, lowered.weights)
+    simulation = simulate(lowered.program, costs)
+    shares = state_shares(made) if made.zero else None
+    between = traffic_between_hosts(model.cluster, model.collectives, costs.routes, lowered.weights.buckets, shares)
     samples_per_s = made.global_batch_size / simulation.step_s if simulation.step_s > 0 else 0.0
     bound = sum(own_rates(model, made, runs).values())
     memory = {device: simulation.peak_bytes[model.cluster.rank(device)] for device in made.devices}
@@ -66,6 +71,7 @@ def predict(model: CostModel, made: Plan, runs: Mapping[str, MicroBatchChoice]) 
         samples_per_s=samples_per_s,
         efficiency=samples_per_s / bound if 0 < bound < float("inf") else 0.0,
         memory_bytes=memory,
+        traffic={f"{source} -> {target}": size for (source, target), size in sorted(between.items())},
     )
     return made.model_copy(update={"predicted": prediction}), simulation
 

@@ -10,6 +10,7 @@ from heterodyne.cluster.profile import WHOLE
 from heterodyne.report.palette import SERIES
 from heterodyne.report.plan_shares import has_pipelines, stages_of
 from heterodyne.report.run import Run
+from heterodyne.report.traffic import flows_of, traffic_picture
 from heterodyne.report.words import DASH, byte_size, digits, percent, pipeline_in_words, seconds
 from heterodyne.units import format_bandwidth
 
@@ -30,7 +31,16 @@ def cluster_section(run: Run) -> dict[str, Any] | None:
         f"{' – '.join(dict.fromkeys(link.between))}: {format_bandwidth(link.bandwidth_bytes_per_s)}, {seconds(link.latency_s)} latency"
         for link in run.cluster.links
     ]
-    return {"name": run.cluster.name, "cards": cards, "shares": _bar(run), "batch": batch, "links": links}
+    samples = run.profile.links if run.profile is not None else ()
+    flows = [] if run.plan is None else flows_of(run.plan, run.cluster, samples)
+    return {
+        "name": run.cluster.name,
+        "cards": cards,
+        "shares": _bar(run),
+        "batch": batch,
+        "links": links,
+        "traffic": traffic_picture(flows),
+    }
 
 
 def _bar(run: Run) -> list[dict[str, Any]]:

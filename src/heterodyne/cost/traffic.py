@@ -1,0 +1,79 @@
+"""Bytes that hosts send each other in one step: messages between stages, and collectives of gradients and weights.
+
+What the devices of a sharded stage exchange is not counted: plans keep it inside of hosts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+
+from heterodyne.cluster.spec import Cluster
+from heterodyne.cost.collective import Collectives
+from heterodyne.cost.routes import Route
+from heterodyne.plan.buckets import Bucket
+from heterodyne.plan.islands import Program, all_gather, all_reduce, reduce_scatter, shares_by_link
+
+__all__ = ["traffic_between_hosts"]
+
+_ELEMENTS = 2**20
+_Pair = tuple[str, str]
+
+
+def traffic_between_hosts(
+    cluster: Cluster,
+    collectives: Collectives,
+    routes: Sequence[Route],
+    buckets: Sequence[Bucket],
+    shares: Mapping[str, int] | None,
+) -> dict[_Pair, int]:
+    """Return the bytes from one host to another, by ``(from, to)``.
+
+    Args:
+        shares: of sharded optimizer state, of each device; None: gradients are all-reduced.
+    """
+    node_of = [device.node for device in cluster.devices]
+    found: Counter[_Pair] = Counter()
+    for route in routes:
+        found[node_of[route.source[0]], node_of[route.destination[0]]] += sum(route.bytes)
+    passed: dict[tuple[str, ...], Counter[_Pair]] = {}
+    for bucket in buckets:
+        if bucket.owners not in passed:
+            passed[bucket.owners] = _passed(cluster, collectives, bucket.owners, shares)
+        for pair, elements in passed[bucket.owners].items():
+            found[pair] += round(bucket.bytes * elements / _ELEMENTS)
+    return {pair: size for pair, size in found.items() if pair[0] != pair[1] and size}
+
+
+def _passed(
+    cluster: Cluster, collectives: Collectives, owners: Sequence[str], shares: Mapping[str, int] | None
+) -> Counter[_Pair]:
+    """Return the elements between hosts of what is done with a bucket of `_ELEMENTS`."""
+    nodes = [cluster.device(owner).node for owner in owners]
+    if len(set(nodes)) < 2:
+        return Counter()
+    parts = [1] * len(owners) if shares is None else [shares[owner] for owner in owners]
+    ends = [round(_ELEMENTS * reached / sum(parts)) for reached in accumulate(parts, initial=0)]
+    over = collectives.over_islands(owners)
+    if over is None:
+        # A ring: each sends all but its own range once for the sums and once for the totals.
+        ring = zip(nodes, [*nodes[1:], nodes[0]], pairwise(ends), strict=True)
+        found: Counter[_Pair] = Counter()
+        for source, target, (start, stop) in ring:
+            found[source, target] += 2 * (_ELEMENTS - stop + start)
+        return found
+    place_of = {owner: place for place, owner in enumerate(owners)}
+    islands = [[place_of[name] for name in island] for island in over.islands]
+    bandwidths = [1 / each for each in over.s_per_byte]
+    programs: tuple[Program, ...]
+    if shares is None:
+        programs = (all_reduce(islands, _ELEMENTS, shares_by_link(bandwidths), _ELEMENTS),)
+    else:
+        ranges = list(pairwise(ends))
+        programs = tuple(of(islands, ranges, _ELEMENTS, bandwidths) for of in (reduce_scatter, all_gather))
+    transfers = (transfer for program in programs for piece in program for transfer in piece.transfers)
+    found = Counter()
+    for transfer in transfers:
+        found[nodes[transfer.source], nodes[transfer.target]] += transfer.stop - transfer.start
+    return found
