@@ -70,6 +70,12 @@ class RunDirectory:
     def model(self) -> Path:
         return self.path / "model"
 
+    @property
+    def written_by_rank0(self) -> tuple[Path, ...]:
+        """Return the files that one rank writes, and reads when the run goes on."""
+        of_planning = (self.job, self.cluster, self.plan, self.profile, self.candidates, self.timeline("simulated"))
+        return (*of_planning, self.metrics, self.speeds, self.summary)
+
     def timeline(self, origin: str) -> Path:
         """Return the file of the timeline of that origin, ``measured`` or ``simulated``."""
         return self.path / f"timeline-{origin}.jsonl"
@@ -92,11 +98,13 @@ class RunDirectory:
         return cls(path)
 
     @classmethod
-    def create_next(cls, runs: Path, name: str) -> RunDirectory:
-        """A new run ``NAME-N``, N being the first number that is free; two that start at the same time get two numbers."""
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
-        first = max((number for number, _ in _numbered(runs, name)), default=0) + 1
-        for number in count(first):
+    def create_next(cls, runs: Path, name: str, *, above: int = 0) -> RunDirectory:
+        """A new run ``NAME-N``, N being the first number that is free; two that start at the same time get two numbers.
+
+        ``above``: a number that is taken on another disk.
+        """
+        name = _plain(name)
+        for number in count(1 + max(above, cls.last_number(runs, name))):
             path = runs / f"{name}-{number}"
             try:
                 path.mkdir(parents=True)
@@ -108,6 +116,13 @@ class RunDirectory:
                 ) from error
             return cls(path)
         raise AssertionError("there is always another number")
+
+    @classmethod
+    def last_number(cls, runs: Path, name: str) -> int:
+        """The largest N of the runs ``NAME-N``; 0 if there is none."""
+        pattern = re.compile(re.escape(_plain(name)) + r"-([0-9]+)")
+        entries = runs.iterdir() if runs.is_dir() else ()
+        return max((int(match[1]) for path in entries if (match := pattern.fullmatch(path.name))), default=0)
 
     @classmethod
     def existing(cls, path: Path) -> RunDirectory:
@@ -138,13 +153,15 @@ class RunDirectory:
     @classmethod
     def latest(cls, runs: Path, name: str) -> RunDirectory:
         """The run ``NAME-N`` of the largest N, to continue it. Raises CheckpointError if there is none."""
-        numbered = _numbered(runs, name)
-        if not numbered:
+        return cls.existing(cls.numbered(runs, name, cls.last_number(runs, name)))
+
+    @staticmethod
+    def numbered(runs: Path, name: str, number: int) -> Path:
+        """Return where the run ``NAME-number`` is. Raises CheckpointError for number 0."""
+        if not number:
             raise CheckpointError(f"there is nothing to resume: no run {name}-N in {runs}; name one with --run-dir")
-        return cls.existing(max(numbered)[1])
+        return runs / f"{_plain(name)}-{number}"
 
 
-def _numbered(runs: Path, name: str) -> list[tuple[int, Path]]:
-    pattern = re.compile(re.escape(name) + r"-([0-9]+)")
-    entries = runs.iterdir() if runs.is_dir() else ()
-    return [(int(match[1]), path) for path in entries if (match := pattern.fullmatch(path.name))]
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"

@@ -61,10 +61,10 @@ def resumed(
         worker.step(batch)
     keep(worker, folder, 2)
     checkpoints, ranks = Checkpoints(folder, agreement=Agreement.of_all()), Agreement.of_all()
-    assert ranks.on_rank0(lambda: rescued(folder)) == (2, "")
+    assert rescued(folder, ranks) == (2, "")
     losses = [worker.step(batch).loss for _ in range(2)]
     keep(worker, folder, 4 if world.rank else 3)
-    _, why = ranks.on_rank0(lambda: rescued(folder))
+    _, why = rescued(folder, ranks)
     if not zero:
         no_memory_in_the_update(worker, batch)
     worker.close()

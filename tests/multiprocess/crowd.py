@@ -109,13 +109,14 @@ def launched(
     """Run ``python ARGUMENTS`` (a script, or ``-m heterodyne``) in a folder on every rank; the exit statuses, and what rank 0 said."""
     with Crowd() as crowd:
         workers = [
-            crowd.start(_launched, list(arguments), str(folder), dict(variables), rank=rank, world_size=world_size)
+            crowd.start(run_launched, list(arguments), str(folder), dict(variables), rank=rank, world_size=world_size)
             for rank in range(world_size)
         ]
         return [worker.wait() for worker in workers], workers[0].output
 
 
-def _launched(environment: WorkerEnvironment, arguments: list[str], folder: str, variables: dict[str, str]) -> None:
+def run_launched(environment: WorkerEnvironment, arguments: list[str], folder: str, variables: dict[str, str]) -> None:
+    """Be what `launched` starts on one rank."""
     os.chdir(folder)
     os.environ.update(variables)
     os.environ.update(

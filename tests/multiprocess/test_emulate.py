@@ -5,6 +5,7 @@ Where this machine or this user cannot do a thing, its test is skipped and says 
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -219,6 +220,62 @@ def test_workers_of_a_host_have_one_name_and_places_on_it(tmp_path: Path, said: 
     ]
     with pytest.raises(EmulateError, match="give each a number from 0 on"):
         emulate([0.5] * 2, command, links=[1e7], hosts=[0, 2], logs=tmp_path)
+
+
+SHARING = """
+import os, socket, sys, time
+from pathlib import Path
+rank, host = os.environ["RANK"], socket.gethostname()
+assert Path("before").read_text() == "from before"
+Path(f"rank-{rank}").touch()
+Path("/dev/shm", f"of-rank-{rank}").touch()
+meeting = Path(sys.argv[1])
+(meeting / rank).touch()
+while len(list(meeting.iterdir())) < 3:
+    time.sleep(0.01)
+seen = [sorted(p.name for p in Path(place).iterdir() if p.name.startswith(prefix)) for place, prefix in ((".", "rank"), ("/dev/shm", "of"))]
+Path("before").write_text(host)
+(meeting / f"{rank}.seen").write_text(repr((host, *seen, os.readlink("/proc/self/ns/ipc"))))
+"""
+
+
+@pytest.mark.parametrize("name", ["folder", "no,overlay"])
+def test_each_host_has_shared_memory_and_a_disk_of_its_own(
+    tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """With overlayfs, and with a copy where that does not mount: its options have no commas in them."""
+    need_links()
+    folder, meeting = tmp_path / name, tmp_path / "meeting"
+    folder.mkdir()
+    (folder / "before").write_text("from before")
+    meeting.mkdir()
+    monkeypatch.chdir(folder)
+    shared_memories = Path("/proc/self/mountinfo").read_text().count(" /dev/shm ")
+    command = [sys.executable, "-c", SHARING, str(meeting)]
+    hosts = {"links": [1e7], "hosts": [0, 0, 1], "own_disks": Path(), "say": said.append}
+    assert emulate([0.5] * 3, command, logs=tmp_path / "logs", **hosts) == 0
+    heard = [ast.literal_eval((meeting / f"{rank}.seen").read_text()) for rank in range(3)]
+    assert [host for host, *_ in heard] == ["host-0", "host-0", "host-1"]
+    for rank, ranks in enumerate(([0, 1], [0, 1], [2])):
+        assert heard[rank][1] == [f"rank-{other}" for other in ranks]
+        assert set(heard[rank][2]) & {f"of-rank-{other}" for other in range(3)} == {f"of-rank-{o}" for o in ranks}
+    assert heard[0][3] == heard[1][3] != heard[2][3]
+    assert [path.name for path in folder.iterdir()] == ["before"]
+    assert (folder / "before").read_text() == "from before"
+    assert not list(Path("/dev/shm").glob("of-rank-*"))
+    for host, wrote in (("host-0", {"before", "rank-0", "rank-1"}), ("host-1", {"before", "rank-2"})):
+        kept = tmp_path / f"{name}.hosts" / host
+        assert {path.name for path in kept.iterdir()} == wrote
+        assert (kept / "before").read_text() == host
+    assert emulate([0.5] * 3, ["sh", "-c", "cat before; ls rank-*"], logs=tmp_path / "again", **hosts) == 0
+    assert (tmp_path / "again" / "rank-2.log").read_text() == "host-1rank-2\n"
+    assert sorted(path.name for path in (tmp_path / f"{name}.hosts").iterdir()) == ["host-0", "host-1"]
+    mounts = Path("/proc/self/mountinfo").read_text()
+    assert str(tmp_path) not in mounts
+    assert mounts.count(" /dev/shm ") == shared_memories
+    assert not psutil.Process().children()
+    with pytest.raises(EmulateError, match="own disks need hosts"):
+        emulate([0.5], command, own_disks=folder, logs=tmp_path)
 
 
 def test_links_without_root_are_refused(tmp_path: Path) -> None:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from heterodyne.code_read import digest_of_code
-from heterodyne.errors import HeterodyneError, WorkerError
-from heterodyne.run_directory import RunDirectory
-from heterodyne.runtime.comm.agreement import Agreement
+from heterodyne.errors import WorkerError
 from heterodyne.runtime.comm.communicator import Communicator
-from heterodyne.runtime.records.run_lock import require_shared
 from heterodyne.runtime.same_ranks import require_same_code, require_same_software
 from multiprocess.pool import Pool, World
 
@@ -44,19 +39,3 @@ def test_another_state_of_the_code_is_named_with_rank_and_host(pool: Pool) -> No
     for told in pool.run(2, other_code):
         assert "the code of the model Scaled is another on rank 1 (host " in told
         assert "bring all hosts to one state" in told
-
-
-def elsewhere(world: World, folder: Path) -> str:
-    agreement = Agreement.of_all()
-    require_shared(RunDirectory(folder), agreement)
-    (own := folder / f"of-{world.rank}").mkdir()
-    with pytest.raises(HeterodyneError) as refused:
-        require_shared(RunDirectory(own), agreement)
-    return str(refused.value)
-
-
-def test_a_run_directory_that_not_all_ranks_share_is_refused(pool: Pool, tmp_path: Path) -> None:
-    for told in pool.run(2, elsewhere, tmp_path):
-        assert "of-1 on the host " in told
-        assert "(rank 1) is not that of rank 0" in told
-    assert not list(tmp_path.rglob(".seen*"))

@@ -109,6 +109,7 @@ class Distributed:
         )
         self._stop: StopRequest | None = None
         self._stops = False
+        self._checkpoints_in: dict[Path, Checkpoints] = {}
 
     @property
     def plan(self) -> Plan:
@@ -338,7 +339,8 @@ class Distributed:
         """Write everything that a later `load_checkpoint` needs to go on, whole or not at all; where it is.
 
         Args:
-            directory: of the checkpoints, one that all ranks see; None: that of the run directory.
+            directory: of the checkpoints; None: that of the run directory. Where hosts share no disk behind it, each keeps there what its
+                ranks write.
             extra: what else shall be kept, the same on every rank; see `register_for_checkpointing` for objects.
             keep: so many of the newest stay.
 
@@ -371,7 +373,8 @@ class Distributed:
         Returns its ``extra``, empty if it had none; None if there is no checkpoint yet. Raises CheckpointError, also for a ``directory``
         that is not there.
         """
-        self._session.agreement.only_on_rank0(lambda: _require_there(directory))
+        there = self._session.agreement.gather_or_raise(lambda: directory is None or Path(directory).is_dir())
+        self._session.agreement.only_on_rank0(lambda: _require_there(directory, there))
         with self._calls.named("load_checkpoint()"), self.phase("reading a checkpoint"):
             checkpoints = self._checkpoints(directory, 2)
             found = checkpoints.latest()
@@ -486,15 +489,19 @@ class Distributed:
             raise CheckpointError(
                 "there is no run directory to keep checkpoints in: pass one to distribute (run=), or a directory here"
             )
-        return Checkpoints(place, keep=keep, agreement=self._session.agreement, say=self._session.say)
+        found = self._checkpoints_in.setdefault(
+            place, Checkpoints(place, agreement=self._session.agreement, say=self._session.say)
+        )
+        found.keep = keep
+        return found
 
     @property
     def _device_ids(self) -> list[str]:
         return [device.id for device in self._session.cluster.devices]
 
 
-def _require_there(directory: Path | str | None) -> None:
-    if directory is not None and not Path(directory).is_dir():
+def _require_there(directory: Path | str | None, there: Sequence[bool]) -> None:
+    if not any(there):
         raise CheckpointError(
             f"load_checkpoint: there is no directory {directory}; correct the path. For a first run, which has no checkpoint yet, make it "
             "before: Path(...).mkdir(parents=True, exist_ok=True)"

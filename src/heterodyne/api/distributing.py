@@ -23,7 +23,8 @@ from heterodyne.api.model_source import ModelSource
 from heterodyne.api.options import AnyOptimizer, LossOptions, PlanOptions, RunOptions
 from heterodyne.api.preparation import prepare
 from heterodyne.api.rank_worker import make_worker
-from heterodyne.api.run_files import open_run, write_plan_files
+from heterodyne.api.run_files import write_plan_files
+from heterodyne.api.run_opening import open_run
 from heterodyne.api.script_end import left_with_script
 from heterodyne.api.session import Session, open_session
 from heterodyne.arguments import checked_arguments
@@ -32,6 +33,7 @@ from heterodyne.cluster.profile import Profile
 from heterodyne.frontend import trace
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.plan import Plan
+from heterodyne.run_directory import RunDirectory
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.records.shortages import Shortage
 from heterodyne.tracker_options import tracker_options
@@ -117,11 +119,12 @@ def distribute(
         here = stack.enter_context(open_session()) if session is None else session
         called = stack.enter_context(ExitStack())  # until the trainer is made, or an error leaves this function
         called.enter_context(here.calling("distribute()"))
-        opened = None if kept.dir is None else open_run(here, Path(kept.dir), resume=kept.resume)
+        opened: RunDirectory | None = None
         shortages: tuple[Shortage, ...] = ()
-        if opened is not None:
+        if kept.dir is not None:
+            opened, disks = open_run(here, Path(kept.dir), resume=kept.resume)
             stack.enter_context(noted_shortage(here, opened))
-            lacked = lacked_so_far(here, opened)
+            lacked = lacked_so_far(here, opened, disks)
             shortages = () if source.given is not None else lacked  # a plan that is given is obeyed
             here = replace(here, cluster=as_learned(here.cluster, shortages))
         captured = source.capture(here, precision=precision, global_batch_size=global_batch_size, compile=compile)

@@ -9,7 +9,8 @@ from torch.utils.data import default_collate
 
 from heterodyne.arguments import checked_arguments
 from heterodyne.errors import CheckpointError, DataError
-from heterodyne.runtime.checkpoint.checkpoints import OTHER_DATA, taken_from
+from heterodyne.runtime.checkpoint.checkpoints import taken_from
+from heterodyne.runtime.checkpoint.found import OTHER_DATA
 from heterodyne.runtime.checkpoint.manifest import differences
 from heterodyne.runtime.data.dataset import DatasetSource, is_map_style
 from heterodyne.runtime.data.packing import PackedRows

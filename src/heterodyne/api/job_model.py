@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +21,7 @@ from heterodyne.api.precision import resolved
 from heterodyne.api.rank_worker import make_worker, stored_everywhere
 from heterodyne.api.session import Session
 from heterodyne.api.settings import Prepared, Settings
-from heterodyne.errors import DataError
+from heterodyne.errors import DataError, HeterodyneError
 from heterodyne.frontend import CapturedModel, loss_of
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
@@ -63,17 +66,32 @@ def open_data(session: Session, job: Job, base: Path) -> DataSource:
     """The data of the job, on every rank. Raises DataError or JobError."""
     cache = default_folder(os.environ) / "tokens" if job.data.cache is None else base / job.data.cache
 
-    def read() -> DataSource:
-        return data_of(job, base, cache, say=session.say)
+    opened: list[DataSource] = []
 
+    def read() -> DataSource:
+        if not opened:
+            opened.append(data_of(job, base, cache, say=session.say))
+        return opened[0]
+
+    def read_early(ranks: set[int]) -> None:
+        with suppress(HeterodyneError):  # it fails once more where all read, and is told then
+            if session.rank in ranks:
+                read()
+
+    nodes = [device.node for device in session.cluster.devices]
     with session.phase("reading the data"):
-        session.agreement.only_on_rank0(read)  # one rank writes the token file; the others find it
-        data = session.together(read)
-    for rank, identity in enumerate(session.communicator.all_gather_object(dict(data.identity))):
-        if identity != data.identity:
+        for ranks in (
+            {0},
+            {nodes.index(node) for node in nodes},
+        ):  # others find the token file that one has written on their disk
+            session.agreement.gather_or_raise(partial(read_early, ranks))
+        data = session.with_files(read)
+    of_ranks = session.agreement.gather_or_raise(lambda: (socket.gethostname(), dict(data.identity)))
+    for rank, (host, identity) in enumerate(of_ranks):
+        if identity != of_ranks[0][1]:
             raise DataError(
-                f"the data of rank {rank} is {identity}, that of rank {session.rank} is {dict(data.identity)}: let each rank find the "
-                "same files, and the same number of samples"
+                f"the data of rank {rank} (on {host}) is {identity}, that of rank 0 (on {of_ranks[0][0]}) is {of_ranks[0][1]}: let each "
+                "rank find the same files, and the same number of samples"
             )
     return data
 
@@ -82,8 +100,8 @@ def capture_job(session: Session, job: Job, base: Path, data: DataSource, *, exa
     """Capture the model of the job without its weights. ``example_of``: the step of whose batch the example is. Raises JobError,
     CaptureError or DataError; HeterodyneError where a library that the job asks for is missing.
     """
-    session.together(lambda: require_optimizer_library(job.optimizer))
-    model = session.together(lambda: build(job.model, base=base, device="meta"))
+    session.with_files(lambda: require_optimizer_library(job.optimizer))
+    model = session.with_files(lambda: build(job.model, base=base, device="meta"))
     example = session.together(lambda: _example(data, example_of))
 
     def whole(device: torch.device) -> nn.Module:
@@ -91,7 +109,7 @@ def capture_job(session: Session, job: Job, base: Path, data: DataSource, *, exa
 
     as_it_is = AsItIs(
         build=whole,
-        loss_count=session.together(lambda: build_count(job.model, base=base)),
+        loss_count=session.with_files(lambda: build_count(job.model, base=base)),
         strategy=job.parallelism.strategy,
         precision=precision_of(resolved(session, job.training.precision), session.cluster.devices[session.rank].kind),
     )
@@ -118,7 +136,7 @@ def job_worker(session: Session, job: Job, base: Path, prepared: Prepared, recor
     """
     seed = job.training.seed
     found = stored_everywhere(session, lambda: build_stored(job.model, base=base))
-    model, stored = found or (session.together(lambda: build(job.model, base=base, device="meta", seed=seed)), None)
+    model, stored = found or (session.with_files(lambda: build(job.model, base=base, device="meta", seed=seed)), None)
     makes = session.rank == 0 and stored is None
     recorded = RecordedBuild.of(lambda: build(job.model, base=base, seed=seed)) if makes else None
     if makes and recorded is None:

@@ -13,6 +13,7 @@ from heterodyne.api.settings import Prepared
 from heterodyne.errors import HeterodyneError, InfeasibleError, OutOfMemoryError
 from heterodyne.run_directory import RunDirectory
 from heterodyne.runtime.checkpoint.rescue import rescued
+from heterodyne.runtime.comm.disks import Disks
 from heterodyne.runtime.out_of_memory import told_with_stage
 from heterodyne.runtime.records.shortages import Shortage, note_shortage, read_shortages
 
@@ -57,26 +58,21 @@ def told_while_building(session: Session, prepared: Prepared) -> Iterator[None]:
         yield
 
 
-def lacked_so_far(session: Session, run: RunDirectory) -> tuple[Shortage, ...]:
+def lacked_so_far(session: Session, run: RunDirectory, disks: Disks) -> tuple[Shortage, ...]:
     """Return what devices have lacked in this run; and what its ranks held in memory at the last time becomes a checkpoint, if it is
     whole."""
 
-    def read() -> tuple[tuple[Shortage, ...], str]:
-        shortages = read_shortages(run.shortages)
-        step, why_not = rescued(run.checkpoints)
-        if step is not None:
-            return shortages, f"all that the ranks held in memory after step {step} is kept as a checkpoint"
-        done = None if not shortages or shortages[-1].step is None else shortages[-1].step
-        if not why_not or done is None:
-            return shortages, ""
-        return shortages, (
+    with session.phase("reading what the ranks held"):
+        of_disks = disks.on_each(lambda: read_shortages(run.shortages))
+        step, why_not = rescued(run.checkpoints, session.agreement)
+    shortages = tuple(shortage for of_disk in of_disks for shortage in of_disk)
+    done = None if not shortages or shortages[-1].step is None else shortages[-1].step
+    if step is not None:
+        session.say(f"all that the ranks held in memory after step {step} is kept as a checkpoint")
+    elif why_not and done is not None:
+        session.say(
             f"what the ranks held in memory is lost ({why_not}): steps are done again from the newest checkpoint on, up to step {done}"
         )
-
-    with session.phase("reading what the ranks held"):
-        shortages, told = session.agreement.on_rank0(read)
-    if told:
-        session.say(told)
     return shortages
 
 

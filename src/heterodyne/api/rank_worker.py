@@ -29,7 +29,7 @@ def stored_everywhere(
     session: Session, find: Callable[[], tuple[nn.Module, StoredWeights] | None]
 ) -> tuple[nn.Module, StoredWeights] | None:
     """A model without weights and where they are read, if every rank finds them. Collective."""
-    found = session.together(find)
+    found = session.with_files(find)
     there = all(session.communicator.all_gather_object(found is not None))
     return found if there else None
 

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
@@ -18,23 +17,10 @@ from heterodyne.errors import HeterodyneError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.run_directory import RunDirectory
 from heterodyne.runtime.engine import Outcome
-from heterodyne.runtime.records.run_lock import require_shared
 from heterodyne.search.explain import result_of
 from heterodyne.text_files import write_text
 
-__all__ = ["open_run", "write_plan_files", "write_summary"]
-
-
-def open_run(session: Session, path: Path, *, resume: bool) -> RunDirectory:
-    """Return the run directory of a loop, on every rank: a new or empty one; with ``resume`` also that of a run. Raises HeterodyneError."""
-
-    def choose() -> RunDirectory:
-        there = path.is_dir() and any(path.iterdir())
-        return RunDirectory.existing(path) if resume and there else RunDirectory.create(path)
-
-    run = session.agreement.on_rank0(choose)
-    require_shared(run, session.agreement)
-    return run
+__all__ = ["write_plan_files", "write_summary"]
 
 
 def write_plan_files(run: RunDirectory, session: Session, prepared: Prepared) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from heterodyne.api.script_end import left_with_script
 from heterodyne.arguments import checked_arguments
 from heterodyne.cluster.file import load_cluster
 from heterodyne.cluster.spec import Cluster, Link
-from heterodyne.errors import ClusterError
+from heterodyne.errors import ClusterError, HeterodyneError
 from heterodyne.measure.discover import discover_cluster
 from heterodyne.printable import printable
 from heterodyne.processes.heap import give_back_memory, keep_freed_memory
@@ -96,6 +96,25 @@ class Session:
         self.agreement.gather_or_raise(lambda: kept.append(do()))
         return kept[0]
 
+    def with_files(self, do: Callable[[], T]) -> T:
+        """As `together`, of what hosts need the same files and libraries for: if it fails on some of them, the error names these."""
+        kept: list[T] = []
+        host = socket.gethostname()
+
+        def attempt() -> tuple[str, HeterodyneError | None]:
+            try:
+                kept.append(do())
+            except HeterodyneError as error:
+                error.__cause__ = None
+                return host, error
+            return host, None
+
+        told = self.agreement.gather_or_raise(attempt)
+        failed = [error for _, error in told if error is not None]
+        if failed:
+            raise _with_hosts(failed[0], told)
+        return kept[0]
+
     def phase(self, words: str, limit_s: float = LONGEST_PHASE_S) -> AbstractContextManager[Any]:
         """Around what takes long and is no step: the watchdog is informed, so that no rank is reported as hanging before ``limit_s``."""
         return nullcontext() if self.watchdog is None else self.watchdog.phase(words, limit_s=limit_s)
@@ -169,6 +188,19 @@ def open_session(
             agreement=Agreement.of_all(key=key),
             watchdog=watchdog,
         )
+
+
+def _with_hosts(error: HeterodyneError, of_ranks: Sequence[tuple[str, HeterodyneError | None]]) -> HeterodyneError:
+    """Return the first error, with the hosts of each where not all ranks have the same. ``of_ranks``: the host of each, and its error."""
+    texts = list(dict.fromkeys(str(each) for _, each in of_ranks if each is not None))
+    if len(texts) > 1 or any(each is None for _, each in of_ranks):
+        hosts = [dict.fromkeys(host for host, each in of_ranks if each and str(each) == text) for text in texts]
+        good = ", ".join(dict.fromkeys(host for host, each in of_ranks if each is None))
+        remedy = f"let every host have the same files{f', as {good} has them' if good else ''}"
+        lines = [f"on {', '.join(names)}: {text}" for names, text in zip(hosts, texts, strict=True)]
+        error.args = ("\n  ".join([*lines, remedy]),)
+    error.shared = True
+    return error
 
 
 def _closed(stack: ExitStack, error: BaseException | None) -> None:

@@ -22,10 +22,11 @@ from heterodyne.api.memory_ends import (
 from heterodyne.api.preparation import prepare
 from heterodyne.api.printing import show, show_result
 from heterodyne.api.run_files import write_plan_files, write_summary
+from heterodyne.api.run_opening import open_job_run
 from heterodyne.api.session import LONGEST_PHASE_S, Session, open_session
 from heterodyne.api.settings import Prepared
 from heterodyne.cluster.profile import Profile
-from heterodyne.errors import CheckpointError, HeterodyneError
+from heterodyne.errors import HeterodyneError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job
 from heterodyne.json_files import read_json
@@ -38,13 +39,15 @@ from heterodyne.report.compare import compare
 from heterodyne.report.html import write_report
 from heterodyne.report.run import load_run
 from heterodyne.report.tables import prediction_rows, summary_rows
-from heterodyne.run_directory import RUNS, RunDirectory
-from heterodyne.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints
+from heterodyne.run_directory import RunDirectory
+from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
+from heterodyne.runtime.checkpoint.found import Checkpoint
+from heterodyne.runtime.comm.disks import Disks
 from heterodyne.runtime.data.source import DataSource
 from heterodyne.runtime.engine import Outcome
 from heterodyne.runtime.records.progress import Reporter, SilentReporter, reporter_for
 from heterodyne.runtime.records.recorder import Recorder
-from heterodyne.runtime.records.run_lock import occupied, require_shared
+from heterodyne.runtime.records.run_lock import occupied
 from heterodyne.runtime.records.shortages import Shortage
 from heterodyne.runtime.trainer import Trainer, identity_of
 from heterodyne.search.explain import result_of
@@ -76,10 +79,10 @@ def train_job(
     """
     arithmetic = open_session(cluster_file, deterministic=job.training.deterministic, tf32=job.training.tf32)
     with arithmetic as opened, ExitStack() as stack:
-        run = _run_directory(opened, name, run_dir, resume=resume, restarted=restarted)
-        with _gone_if_unused(opened, run), _alone_in(opened, run), noted_shortage(opened, run):
+        run, disks = open_job_run(opened, name, run_dir, resume=resume, restarted=restarted)
+        with _gone_if_unused(run, disks), _alone_in(run, disks), noted_shortage(opened, run):
             opened.say(f"run directory {run.path}")
-            shortages = lacked_so_far(opened, run) if resume else ()
+            shortages = lacked_so_far(opened, run, disks) if resume else ()
             learned = () if given is not None else shortages  # a plan that is given is obeyed
             session = replace(opened, cluster=as_learned(opened.cluster, learned))
             data = stack.enter_context(closing(open_data(session, job, base)))
@@ -112,34 +115,22 @@ def train_job(
             return _INTERRUPTED if outcome.interrupted else 0
 
 
-def _run_directory(session: Session, name: str, given: Path | None, *, resume: bool, restarted: bool) -> RunDirectory:
-    def choose() -> RunDirectory:
-        with suppress(*([CheckpointError] if restarted else [])):
-            if resume:
-                return RunDirectory.latest(RUNS, name) if given is None else RunDirectory.existing(given)
-        return RunDirectory.create_next(RUNS, name) if given is None else RunDirectory.create(given)
-
-    run = session.agreement.on_rank0(choose)
-    require_shared(run, session.agreement)
-    return run
-
-
 @contextmanager
-def _gone_if_unused(session: Session, run: RunDirectory) -> Iterator[None]:
+def _gone_if_unused(run: RunDirectory, disks: Disks) -> Iterator[None]:
     """Leave no empty directory behind where a mistake in the job ended the run before it began."""
     try:
         yield
     except HeterodyneError:
-        if session.rank == 0:
+        if disks.agreement.rank in disks.firsts:
             with suppress(OSError):  # it is not empty: the run had begun
                 run.path.rmdir()
         raise
 
 
 @contextmanager
-def _alone_in(session: Session, run: RunDirectory) -> Iterator[None]:
+def _alone_in(run: RunDirectory, disks: Disks) -> Iterator[None]:
     with ExitStack() as stack:
-        session.agreement.only_on_rank0(lambda: stack.enter_context(occupied(run.path)))
+        disks.on_each(lambda: stack.enter_context(occupied(run.path)))
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -29,6 +30,14 @@ def command(
             "--hosts",
             metavar="NxA[@LINK],...",
             help="Hosts with N workers each, in place of --speeds: 3x0.7,2x0.5@200Mb/s.",
+        ),
+    ] = None,
+    own_disks: Annotated[
+        Path | None,
+        typer.Option(
+            "--own-disks",
+            metavar="FOLDER",
+            help="Of this folder each of the hosts has a copy, and no other sees what it writes there; that stays in FOLDER.hosts/host-N.",
         ),
     ] = None,
     memory: Annotated[
@@ -60,6 +69,7 @@ def command(
         memory=None if memory is None else [parse_bytes(text) for text in memory.split(",")],
         links=[link for _, link in described]
         or (None if links is None else [parse_bandwidth(t) for t in links.split(",")]),
+        own_disks=own_disks,
         hosts=[number for number, (of_host, _) in enumerate(described) for _ in of_host] or None,
         mechanism=chosen,
     )

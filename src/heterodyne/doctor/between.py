@@ -73,7 +73,8 @@ def _together(communicator: Communicator, own: HostFacts, interface: str, cluste
         Fault(
             host=told[rank][0].host,
             what=f"{own.directory} is another directory there than on {hosts[0].host}",
-            remedy="runs and checkpoints need a directory that all hosts see: mount one, and choose it with --directory",
+            remedy="runs in it keep on each host what its ranks write, and are lost with any host: mount a disk that all hosts see, and "
+            "choose it with --directory, if they shall not",
         )
         for rank in apart
     ]

@@ -24,6 +24,8 @@ from heterodyne.emulate.cgroups import (
     worker_groups,
 )
 from heterodyne.emulate.duty_cycle import PERIOD_S, DutyCycle, duty_cycle
+from heterodyne.emulate.host_spaces import HostSpace, host_spaces, written_by
+from heterodyne.emulate.host_spaces import why_not as why_no_hosts
 from heterodyne.emulate.network import WorkerNetwork, remove_leftover_namespaces, why_not, worker_networks
 from heterodyne.errors import EmulateError
 from heterodyne.processes import (
@@ -45,7 +47,6 @@ _LEAST_SPEED = 1e-3  # the kernel's least quota is 1 ms, in a period of 1 s at m
 _LEAST_MEMORY, _MOST_MEMORY = 2**20, 2**50
 _LEAST_LINK = 1_000.0
 _CONTROLLERS: tuple[Controller, ...] = ("cpu", "memory")
-_NAMED = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"')  # under a host name of its own
 _Number = TypeVar("_Number", int, float)
 _Parents = tuple[tuple[Hierarchy, Path], ...]
 
@@ -57,6 +58,7 @@ def emulate(
     memory: Sequence[int] | None = None,
     links: Sequence[float] | None = None,
     hosts: Sequence[int] | None = None,
+    own_disks: Path | None = None,
     mechanism: Mechanism = "auto",
     logs: Path | None = None,
     grace_s: float = 5.0,
@@ -73,8 +75,10 @@ def emulate(
         memory: bytes for each rank, or one number for all; None: no limit.
         links: bytes per second, in each direction, between each rank (of ``hosts``, each host) and one switch, or one number for all;
             None: no limit.
-        hosts: for each rank, the number of the host that it is on, from 0 on; ranks of one host have one name, one network and one link.
-            They need ``links``. None: one machine, or a machine for each rank that has a link.
+        hosts: for each rank, the number of the host that it is on, from 0 on; ranks of one host have one name, one network and one link,
+            and share memory with each other only. They need ``links``. None: one machine, or a machine for each rank that has a link.
+        own_disks: a folder of which each of the hosts sees a copy of its own; what it writes there stays in ``FOLDER.hosts/host-N``, and is
+            in its copy at the next time.
         mechanism: ``cgroup`` (a CPU quota), ``signals`` (SIGSTOP and SIGCONT), or ``auto``: the first if it can be had.
         logs: where the output of the ranks other than 0 goes; None: a temporary directory, kept only after a failure.
         say: takes each line for people.
@@ -91,12 +95,16 @@ def emulate(
         raise EmulateError(
             f"hosts: {list(hosts)} for {len(speeds)} workers; give each a number from 0 on, and the links of the hosts"
         )
+    if own_disks is not None and (hosts is None or not own_disks.is_dir() or not own_disks.resolve().name):
+        raise EmulateError(f"own disks need hosts, and a folder that is there and not '/': {own_disks}")
     with ExitStack() as stack:
         stop = stack.enter_context(stop_requests())  # so that a signal while things are made or removed leaves nothing
         _clean(say)
         parents, by_quota = _choose(mechanism, with_memory=memory is not None)
         if links is not None and (reason := why_not(user=os.geteuid())) is not None:
             raise EmulateError(f"links cannot be limited here: {reason}; leave out the links")
+        if hosts is not None and (reason := why_no_hosts()) is not None:
+            raise EmulateError(f"hosts cannot be emulated here: {reason}")
         say(_describe(speeds, memory, links, parents, by_quota=by_quota))
         if (cores := _cores()) < sum(speeds):
             say(f"heterodyne: the speeds add up to {sum(speeds):g} on {cores} cores: expect less than asked for.")
@@ -105,7 +113,11 @@ def emulate(
         )
         networks = None if links is None else stack.enter_context(worker_networks(links))
         cycle = None if by_quota else stack.enter_context(duty_cycle())
-        specs = _specs(command, speeds, groups, networks, cycle, hosts)
+        folder = None if own_disks is None else own_disks.resolve()
+        if folder is not None:
+            say(f"heterodyne: what each host writes into {folder} is in {written_by(folder, 0).with_name('host-N')}.")
+        spaces = None if hosts is None else stack.enter_context(host_spaces(ends, folder))
+        specs = _specs(command, speeds, groups, networks, cycle, hosts, spaces)
         if stop.number is not None:
             return shell_status(-stop.number)
         return launch_workers(specs, logs=logs, grace_s=grace_s, say=say)
@@ -118,12 +130,17 @@ def _specs(
     networks: Sequence[WorkerNetwork] | None,
     cycle: DutyCycle | None,
     hosts: Sequence[int] | None,
+    spaces: Sequence[HostSpace] | None,
 ) -> list[WorkerSpec]:
     ends = range(len(speeds)) if hosts is None else hosts
-    named = [tuple(command) if hosts is None else (*_NAMED, f"host-{host}", *command) for host in ends]
+
+    def entering(rank: int) -> Sequence[str]:
+        networked = command if networks is None else networks[ends[rank]].enter(command)
+        return networked if spaces is None else spaces[ends[rank]].enter(networked)
+
     return [
         WorkerSpec(
-            command=group.enter(named[rank] if networks is None else networks[ends[rank]].enter(named[rank])),
+            command=group.enter(entering(rank)),
             environment=({} if networks is None else networks[ends[rank]].environment)
             | ({} if hosts is None else _place(rank, hosts)),
             on_start=None if cycle is None else partial(cycle.pace, speed=speed),

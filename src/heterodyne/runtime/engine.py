@@ -23,7 +23,8 @@ from heterodyne.json_files import read_json
 from heterodyne.plan.plan import Plan
 from heterodyne.processes.heap import give_back_memory
 from heterodyne.processes.signals import StopRequest
-from heterodyne.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints, taken_from
+from heterodyne.runtime.checkpoint.checkpoints import Checkpoints, taken_from
+from heterodyne.runtime.checkpoint.found import Checkpoint
 from heterodyne.runtime.checkpoint.random_state import random_state, restore_random_state, taken
 from heterodyne.runtime.checkpoint.registered import Registered
 from heterodyne.runtime.checkpoint.rescue import Moment, Rescue

@@ -18,8 +18,9 @@ from heterodyne.job import Job
 from heterodyne.plan.plan import Plan
 from heterodyne.processes.signals import StopRequest, orderly_stop
 from heterodyne.run_directory import RunDirectory
-from heterodyne.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints
+from heterodyne.runtime.checkpoint.checkpoints import Checkpoints
 from heterodyne.runtime.checkpoint.export import export_model
+from heterodyne.runtime.checkpoint.found import Checkpoint
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.data.source import DataSource
 from heterodyne.runtime.engine import DATA, Engine, Outcome
@@ -47,7 +48,7 @@ class Trainer:
         worker: this rank's.
         data: training and validation samples, on every rank the same.
         job, plan: what is trained, and under which plan.
-        run: where it is kept, the same directory on every rank.
+        run: where it is kept, under the same path on every rank.
         agreement: the ranks.
         reporter: shown what happens, on rank 0; silent on the others.
         ideal_samples_per_s: what the devices reach together when each computes for itself; None: efficiency is not known.

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from heterodyne.errors import CheckpointError, HeterodyneError
 from heterodyne.integrations.huggingface.arguments import HeterodyneArguments
-from heterodyne.runtime.checkpoint.checkpoints import OTHER_DATA
+from heterodyne.runtime.checkpoint.found import OTHER_DATA
 
 __all__ = [
     "EAGERLY",

@@ -2,8 +2,10 @@
 
 A checkpoint is written by all ranks into ``step-N.partial-xxxx``; what several ranks hold under one name is written by one of
 them. When every file is on the disk, the manifest is written, and then the directory gets its name: a process that is killed at
-any moment leaves the previous checkpoint as it was. The directory must be one that all ranks see. Nothing in it is code, and
-nothing is taken for what it is not: every byte is checked before any is used.
+any moment leaves the previous checkpoint as it was. Where ranks see different disks behind the directory, each disk has what its ranks
+wrote, and the same state, plan and manifest; together they are the checkpoint (`heterodyne.runtime.checkpoint.found`), and what a disk
+lacks when it is read comes from one that has it (`heterodyne.runtime.checkpoint.fetch`). Nothing in it is code, and nothing is taken for
+what it is not: every byte is checked before any is used.
 
     step-N/
       rank-R-K.safetensors   tensors by name: of the state, and of the random number generators of rank R
@@ -27,66 +29,24 @@ from typing import Any
 import torch
 
 from heterodyne.errors import CheckpointError
-from heterodyne.job import decisive
 from heterodyne.json_files import read_json
-from heterodyne.runtime.checkpoint.manifest import FileRecord, Manifest, differences, record, write_json
+from heterodyne.runtime.checkpoint.fetch import fetch
+from heterodyne.runtime.checkpoint.found import PLAN, Checkpoint, seen_in, together
+from heterodyne.runtime.checkpoint.manifest import FileRecord, Manifest, record, write_json
 from heterodyne.runtime.checkpoint.random_state import random_state
 from heterodyne.runtime.checkpoint.state_json import decoded, encoded
 from heterodyne.runtime.checkpoint.state_tree import graft, keys_of, merged, require_whole, strip
 from heterodyne.runtime.checkpoint.tensor_files import assigned, read_tensors, write_tensors
 from heterodyne.runtime.comm.agreement import Agreement
-from heterodyne.text_files import read_text
+from heterodyne.runtime.comm.disks import Disks
 
-__all__ = ["OTHER_DATA", "Checkpoint", "Checkpoints", "Restored", "own_part", "taken_from"]
+__all__ = ["Checkpoints", "Restored", "own_part", "taken_from"]
 
-OTHER_DATA = (
-    "the order of the samples is drawn for all of them together, so with more or fewer of them the run would go on with other ones: "
-    "give it the data that it began with"
-)
-
-PLAN = "plan.json"
 _SKELETON = "state.json"
 _SKELETON_BYTES = 1 << 30
 _WHOLE = re.compile(r"^step-([0-9]+)$")
 _PARTIAL = re.compile(r"^step-[0-9]+\.partial-[0-9a-f]+$")
 _ROOT, _STATE, _RANDOM = "checkpoint", "state", "random"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """A checkpoint that was found whole."""
-
-    path: Path
-    manifest: Manifest
-
-    @property
-    def step(self) -> int:
-        return self.manifest.step
-
-    @property
-    def plan(self) -> str:
-        """The text of the plan that it was written under."""
-        return read_text(self.path / PLAN)
-
-    def require(self, identity: Mapping[str, Any]) -> None:
-        """Raises CheckpointError, with the fields that differ, if it is of a run of another identity."""
-        there = dict(self.manifest.identity)
-        if "job" in there:
-            there["job"] = decisive(there["job"])  # an older release recorded more fields
-        other = differences(there, identity)
-        if other and all(line.startswith("data.") for line in other):
-            raise CheckpointError(
-                f"{self.path} was written with other data:\n  - "
-                + "\n  - ".join(other)
-                + f"\n{OTHER_DATA}, or start anew in another "
-                "run directory"
-            )
-        if other:
-            raise CheckpointError(
-                f"{self.path} belongs to another job:\n  - "
-                + "\n  - ".join(other)
-                + "\nresume with the job that wrote it, or start anew in another run directory"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +84,18 @@ class Checkpoints:
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.directory = directory
-        self._keep = keep
+        self.keep = keep
         self._ranks = agreement or Agreement.alone()
         self._say = say
         self._good: set[int] = set()  # steps of those that were written or read here
+        self._behind: Disks | None = None
+
+    @property
+    def disks(self) -> Disks:
+        """The disks behind the directory, which is made where it is not there; to be asked for by all ranks together."""
+        if self._behind is None:
+            self._behind = Disks.behind(self.directory, self._ranks)
+        return self._behind
 
     def save(
         self,
@@ -149,33 +117,23 @@ class Checkpoints:
         Raises CheckpointError on every rank if any of them cannot write; the earlier checkpoints are then as they were.
         """
         tensors, skeleton = own_part(state, {str(self._ranks.rank): random_state()})
-        partial = self._ranks.on_rank0(lambda: self._begin(step))
-        try:
+
+        def write_parts(partial: Path) -> tuple[list[dict[str, FileRecord]], Callable[[], Any]]:
             parts = self._ranks.gather_or_raise(
                 lambda: (encoded(skeleton), {name: tensor.nbytes for name, tensor in tensors.items()})
             )
             mine = assigned([held for _, held in parts], self._ranks.rank)
-            files = self._ranks.gather_or_raise(
+            written = self._ranks.gather_or_raise(
                 lambda: self._write(partial, step, {name: tensors[name] for name in mine})
             )
-            manifest = Manifest(
-                step=step,
-                identity=dict(identity),
-                world_size=self._ranks.size,
-                torch=torch.__version__,
-                files={name: file for written in files for name, file in written.items()},
-            )
-            whole = merged([decoded(part) for part, _ in parts])
-            return self._ranks.on_rank0(lambda: self._finish(partial, manifest, whole, plan))
-        except CheckpointError:
-            if self._ranks.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
+            return written, lambda: merged([decoded(part) for part, _ in parts])
+
+        return self._made(step, write_parts, identity=identity, plan=plan, world_size=self._ranks.size)
 
     def adopt(
         self,
         folder: Path,
-        files: Mapping[str, FileRecord],
+        written: Sequence[Mapping[str, FileRecord]],
         *,
         step: int,
         skeleton: Any,
@@ -183,32 +141,101 @@ class Checkpoints:
         plan: str,
         world_size: int,
     ) -> Path:
-        """Make a checkpoint of files in a folder that ranks have written, each its own part (`own_part`). On one rank.
+        """Make a checkpoint of files in a folder that ranks have written, each its own part (`own_part`).
 
-        Raises CheckpointError if parts are missing, CheckpointError or OSError if it cannot be written.
+        ``written``: of each rank of now, the files that it finds in the folder and nobody of a lower rank does.
+
+        Raises CheckpointError if parts are missing, or it cannot be written.
         """
-        partial = self._begin(step)
-        for name in files:
-            (folder / name).rename(partial / name)
-        manifest = Manifest(
-            step=step, identity=dict(identity), world_size=world_size, torch=torch.__version__, files=dict(files)
-        )
-        return self._finish(partial, manifest, skeleton, plan)
+
+        def move_parts(partial: Path) -> tuple[Sequence[Mapping[str, FileRecord]], Callable[[], Any]]:
+            def move() -> None:
+                for name in written[self._ranks.rank]:
+                    try:
+                        (folder / name).rename(partial / name)
+                    except OSError as error:
+                        raise self._unwritten(step, str(error.strerror)) from error
+
+            self._ranks.gather_or_raise(move)
+            return written, lambda: skeleton
+
+        return self._made(step, move_parts, identity=identity, plan=plan, world_size=world_size)
+
+    def _made(
+        self,
+        step: int,
+        write_parts: Callable[[Path], tuple[Sequence[Mapping[str, FileRecord]], Callable[[], Any]]],
+        *,
+        identity: Mapping[str, Any],
+        plan: str,
+        world_size: int,
+    ) -> Path:
+        """Make a checkpoint of what ranks write into a directory, each of its own disk; ``write_parts`` returns the files of each, and what
+        makes the whole skeleton.
+        """
+        disks = self.disks
+        partial = self.directory / self._ranks.on_rank0(lambda: f"step-{step}.partial-{secrets.token_hex(4)}")
+        final = self.directory / f"step-{step}"
+        try:
+            disks.on_each(lambda: self._begin(partial, step))
+            written, skeleton = write_parts(partial)
+            manifest = Manifest(
+                step=step,
+                identity=dict(identity),
+                world_size=world_size,
+                torch=torch.__version__,
+                files={name: file for files in written for name, file in files.items()},
+                hosts={
+                    name: list(disks.hosts[disks.of_rank(rank)]) for rank, files in enumerate(written) for name in files
+                }
+                if len(disks.ranks) > 1
+                else {},
+            )
+            disks.on_each(lambda: self._complete(partial, manifest, skeleton(), plan))
+            disks.on_each(lambda: self._name(partial, final, step))
+        except CheckpointError:
+            if self._ranks.rank in disks.firsts:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self._good.add(step)
+        return final
 
     def prune(self) -> None:
         """Let go of the oldest ones, now that the newest has shown that it is good."""
-        self._ranks.on_rank0(self._prune)
+        self.disks.on_each(self._prune)
 
     def set_aside(self, step: int) -> None:
         """Give the one of a step a name under which it is not found: what it holds has shown that it is not good."""
-        self._ranks.on_rank0(lambda: self._set_aside(step))
+        self.disks.on_each(lambda: self._set_aside(step))
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole, every byte of it checked; those that are not are told. None without any.
 
         Raises CheckpointError if there are some and none is whole: to begin anew in silence would overwrite what is left of the run.
         """
-        return self._ranks.on_rank0(self._latest)
+        if not any(self._ranks.gather_or_raise(self.directory.exists)):
+            return None
+        steps = {step for of_disk in self.disks.on_each(lambda: [*map(_step_of, self._whole())]) for step in of_disk}
+        passed_over: list[str] = []
+        for step in sorted(steps, reverse=True):
+            path = self.directory / f"step-{step}"
+            try:
+                found = self.at(path)
+            except CheckpointError as error:
+                passed_over.append(f"{path.name}: {error}")
+                continue
+            for told in passed_over if self._ranks.rank == 0 else ():
+                self._say(f"passing over {told}")
+            return found
+        if passed_over:
+            none = CheckpointError(
+                f"no checkpoint in {self.directory} is whole:\n  - "
+                + "\n  - ".join(passed_over)
+                + "\nmove that directory away to begin this run anew, or start in another run directory"
+            )
+            none.shared = True
+            raise none
+        return None
 
     def load(
         self,
@@ -221,16 +248,18 @@ class Checkpoints:
         lead to each. Raises CheckpointError if it is of a run of another identity.
         """
         checkpoint.require(identity)
-        self._good.add(checkpoint.step)
         path, mine = checkpoint.path, str(self._ranks.rank)
 
         def is_wanted(name: str) -> bool:
             kind, *keys = keys_of(name)
             return wanted(keys) if kind == _STATE else keys[0] == mine
 
+        absent = fetch(checkpoint, self.disks, is_wanted)
+        self._good.add(checkpoint.step)
         try:
             skeleton = decoded(read_json(path / _SKELETON, _SKELETON_BYTES))
-            tensors, others = read_tensors(path, sorted(checkpoint.manifest.files), is_wanted)
+            tensors, others = read_tensors(path, sorted(checkpoint.manifest.files.keys() - absent.keys()), is_wanted)
+            others.update(name for names in absent.values() for name in names)
             # Each for itself: of a state of which nothing is wanted, what is no tensor is wanted all the same.
             state = graft(skeleton.get(_STATE), tensors, without=others)
             generators = graft(skeleton[_RANDOM].get(mine), tensors)
@@ -242,43 +271,24 @@ class Checkpoints:
 
     def at(self, path: Path) -> Checkpoint:
         """The checkpoint in that directory, every byte of it checked. Raises CheckpointError that names what is wrong."""
-        return self._ranks.on_rank0(lambda: _inspect(path))
-
-    def _latest(self) -> Checkpoint | None:
-        damaged: list[str] = []
-        for path in self._whole():
-            try:
-                found = _inspect(path)
-            except CheckpointError as error:
-                damaged.append(f"{path.name}: {error}")
-                continue
-            for told in damaged:
-                self._say(f"passing over {told}")
-            return found
-        if damaged:
-            raise CheckpointError(
-                f"no checkpoint in {self.directory} is whole:\n  - "
-                + "\n  - ".join(damaged)
-                + "\nmove that directory away to begin this run anew, or start in another run directory"
-            )
-        return None
+        disks = self.disks
+        of_disks = disks.on_each(lambda: seen_in(path))
+        return self._ranks.on_rank0(lambda: together(path, of_disks, disks.hosts))
 
     def _whole(self) -> list[Path]:
         """Those that have their final name, the newest first."""
         found = [path for path in _entries(self.directory) if _WHOLE.match(path.name)]
         return sorted(found, key=_step_of, reverse=True)
 
-    def _begin(self, step: int) -> Path:
+    def _begin(self, partial: Path, step: int) -> None:
         """Clean up after a process that was killed while it wrote, and make room for the next checkpoint."""
         for path in _entries(self.directory):
             if _PARTIAL.match(path.name):
                 shutil.rmtree(path, ignore_errors=True)
-        partial = self.directory / f"step-{step}.partial-{secrets.token_hex(4)}"
         try:
             partial.mkdir(parents=True)
         except OSError as error:
             raise self._unwritten(step, str(error.strerror)) from error
-        return partial
 
     def _write(self, partial: Path, step: int, tensors: Mapping[str, torch.Tensor]) -> dict[str, FileRecord]:
         """What this rank has to write, and the records of its files."""
@@ -291,7 +301,7 @@ class Checkpoints:
         newer = 0
         for path in self._whole():
             # One that nobody here has looked at may be damaged, and is no reason to let go of another.
-            if newer >= self._keep:
+            if newer >= self.keep:
                 shutil.rmtree(path, ignore_errors=True)
             newer += _step_of(path) in self._good
 
@@ -308,9 +318,9 @@ class Checkpoints:
                 f"{path} cannot be renamed ({error.strerror}); remove it before you resume"
             ) from error
 
-    def _finish(self, partial: Path, manifest: Manifest, skeleton: Any, plan: str) -> Path:
+    def _complete(self, partial: Path, manifest: Manifest, skeleton: Any, plan: str) -> None:
+        """Write what every disk has: plan, skeleton and, last, the manifest."""
         require_whole(skeleton)
-        final = self.directory / f"step-{manifest.step}"
         try:
             with (partial / PLAN).open("w", encoding="utf-8") as file:
                 file.write(plan)
@@ -320,14 +330,17 @@ class Checkpoints:
             own = {name: record(partial / name) for name in (PLAN, _SKELETON)}
             manifest.model_copy(update={"files": {**manifest.files, **own}}).save(partial)
             _sync(partial)
+        except OSError as error:
+            raise self._unwritten(manifest.step, str(error.strerror)) from error
+
+    def _name(self, partial: Path, final: Path, step: int) -> None:
+        try:
             if os.path.lexists(final):  # a damaged one that was passed over, or this very step again
                 final.rename(final.with_name(f"{final.name}.partial-{secrets.token_hex(4)}"))
             partial.rename(final)
             _sync(self.directory)
-            self._good.add(manifest.step)
         except OSError as error:
-            raise self._unwritten(manifest.step, str(error.strerror)) from error
-        return final
+            raise self._unwritten(step, str(error.strerror)) from error
 
     def _unwritten(self, step: int, reason: str) -> CheckpointError:
         return CheckpointError(
@@ -364,17 +377,6 @@ def _entries(directory: Path) -> list[Path]:
         return []
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read ({error.strerror}); make it readable") from error
-
-
-def _inspect(path: Path) -> Checkpoint:
-    if not path.is_dir():
-        raise CheckpointError(f"there is no checkpoint {path}")
-    odd = sorted(entry.name for entry in path.iterdir() if not entry.is_file())
-    if odd:  # to read a pipe would wait for ever
-        raise CheckpointError(f"{path} is no whole checkpoint: {', '.join(odd)} cannot be read as a file")
-    manifest = Manifest.load(path)
-    manifest.check(path)
-    return Checkpoint(path=path, manifest=manifest)
 
 
 def _step_of(path: Path) -> int:

@@ -57,6 +57,7 @@ class Manifest(_Strict):
         world_size: how many ranks there were.
         torch: the version that wrote it.
         files: every file but the manifest.
+        hosts: of a file of which not every host has a copy, the hosts on whose disk it was written. Empty where all share a disk.
     """
 
     version: Literal[3] = VERSION
@@ -65,10 +66,13 @@ class Manifest(_Strict):
     world_size: Annotated[int, Field(ge=1)]
     torch: str
     files: Annotated[dict[FileName, FileRecord], Field(min_length=1)]
+    hosts: dict[FileName, list[str]] = {}
 
     def save(self, directory: Path) -> None:
         """Write it, to the disk itself. Raises OSError."""
         fields = self.model_dump(mode="json")
+        if not self.hosts:
+            del fields["hosts"]
         write_json(directory / MANIFEST, {**fields, "digest": _digest(fields)})
 
     @classmethod
@@ -84,7 +88,7 @@ class Manifest(_Strict):
                 raise CheckpointError(f"{path} has another content than was written")
             return cls.model_validate(content)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{directory} is no whole checkpoint: {MANIFEST} is missing") from error
+            raise CheckpointError(f"{MANIFEST} is missing") from error
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
         except ValidationError as error:
@@ -93,9 +97,12 @@ class Manifest(_Strict):
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is corrupt: it is no manifest") from error
 
-    def check(self, directory: Path) -> None:
-        """Read every file and compare it with its record. Raises CheckpointError that names each file that is wrong."""
-        faults = []
+    def compare(self, directory: Path) -> tuple[frozenset[str], dict[str, str]]:
+        """Read every file that is there and compare it with its record: return those that are as they were written, and of the others what
+        is wrong.
+        """
+        good: set[str] = set()
+        faults: dict[str, str] = {}
         for name, wanted in self.files.items():
             try:
                 size = (directory / name).stat().st_size
@@ -103,23 +110,28 @@ class Manifest(_Strict):
                     record(directory / name) if size == wanted.bytes else FileRecord(bytes=size, sha256=wanted.sha256)
                 )
             except FileNotFoundError:
-                faults.append(f"{name} is missing")
+                continue
             except OSError as error:
-                faults.append(f"{name} cannot be read ({error.strerror})")
+                faults[name] = f"{name} cannot be read ({error.strerror})"
             else:
                 if found.bytes != wanted.bytes:
-                    faults.append(f"{name} has {found.bytes} bytes of {wanted.bytes}")
+                    faults[name] = f"{name} has {found.bytes} bytes of {wanted.bytes}"
                 elif found != wanted:
-                    faults.append(f"{name} has another content than was written")
+                    faults[name] = f"{name} has another content than was written"
+                else:
+                    good.add(name)
+        return frozenset(good), faults
+
+    def out_of_place(self, directory: Path) -> list[str]:
+        """Return why nothing in a directory is to be used: files that it does not list, or a name of another step."""
         known = {*self.files, MANIFEST}
-        faults += [
+        faults = [
             f"{path.name} was not written with it" for path in sorted(directory.iterdir()) if path.name not in known
         ]
         named = re.fullmatch(r"step-([0-9]+)", directory.name)
         if named and int(named[1]) != self.step:
             faults.append(f"it is of step {self.step}")
-        if faults:
-            raise CheckpointError(f"{directory} is no whole checkpoint: {'; '.join(faults)}")
+        return faults
 
 
 def record(path: Path) -> FileRecord:

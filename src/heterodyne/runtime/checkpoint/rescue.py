@@ -17,15 +17,18 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from heterodyne.errors import CheckpointError
-from heterodyne.json_files import read_json
+from heterodyne.json_files import EXACT, Count, checked, read_json
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints, own_part
 from heterodyne.runtime.checkpoint.manifest import FileRecord, record
 from heterodyne.runtime.checkpoint.state_json import decoded, encoded
 from heterodyne.runtime.checkpoint.state_tree import merged
 from heterodyne.runtime.checkpoint.tensor_files import write_tensors
+from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.text_files import write_text
 
 __all__ = ["Moment", "Rescue", "rescued"]
@@ -40,6 +43,22 @@ class Moment:
     step: int
     state: Mapping[str, Any]
     random: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _About:
+    """What a rank says of its part."""
+
+    __pydantic_config__ = EXACT
+
+    rank: Annotated[int, Field(ge=0)]
+    size: Annotated[int, Field(ge=1)]
+    run: str
+    identity: dict[str, Any]
+    plan: str
+    step: Count
+    skeleton: Any
+    files: dict[str, FileRecord]
 
 
 class Rescue:
@@ -97,46 +116,66 @@ class Rescue:
             write_text(self._folder / f"rank-{self._rank}.json", json.dumps(content))
 
 
-def rescued(directory: Path) -> tuple[int | None, str]:
-    """Make a checkpoint of what ranks have rescued: of which step, and "". None if that cannot be, with the reason; "" if nothing was
-    rescued. The parts are gone then. On one rank.
+def rescued(directory: Path, ranks: Agreement) -> tuple[int | None, str]:
+    """Make a checkpoint of what ranks have rescued, on whichever disks: of which step, and "". None if that cannot be, with the reason; ""
+    if nothing was rescued. The parts are gone then. Every rank calls this.
     """
     folder = directory / _FOLDER
-    if not folder.is_dir():
+    if not any(ranks.gather_or_raise(folder.is_dir)):
         return None, ""
+    checkpoints = Checkpoints(directory, agreement=ranks)
     try:
-        return _assembled(directory, folder), ""
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, CheckpointError) as error:
+        return _assembled(checkpoints, folder, ranks), ""
+    except CheckpointError as error:
         return None, " ".join(str(error).split())
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        checkpoints.disks.on_each(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
-def _assembled(directory: Path, folder: Path) -> int:
-    found = [read_json(path) for path in sorted(folder.glob("rank-*.json"))]
-    last = max(found, key=lambda about: (folder / f"rank-{about['rank']}.json").stat().st_mtime, default=None)
-    if last is None:
-        raise ValueError("the ranks were in the middle of an update")
-    abouts = {about["rank"]: about for about in found if about["run"] == last["run"]}
-    missing = [str(rank) for rank in range(last["size"]) if rank not in abouts]
+def _assembled(checkpoints: Checkpoints, folder: Path, ranks: Agreement) -> int:
+    acts = ranks.rank in checkpoints.disks.firsts
+    of_ranks = ranks.gather_or_raise(lambda: _parts(folder) if acts else [])
+    parts = [part for found in of_ranks for part in found]
+    if not parts:
+        raise CheckpointError("the ranks were in the middle of an update")
+    last = max(parts, key=lambda part: part[1])[0]
+    abouts = {about.rank: about for about, _ in parts if about.run == last.run}
+    missing = [str(rank) for rank in range(last.size) if rank not in abouts]
     if missing:
-        raise ValueError(
+        raise CheckpointError(
             f"of rank {', '.join(missing)} there is nothing: it was in the middle of an update, or was killed"
         )
-    steps = {about["step"] for about in abouts.values()}
+    steps = {about.step for about in abouts.values()}
     if len(steps) > 1:
-        raise ValueError(f"some ranks were behind step {min(steps)}, others behind step {max(steps)}")
-    files = {name: FileRecord(**written) for about in abouts.values() for name, written in about["files"].items()}
-    for name, written in files.items():
-        if record(folder / name) != written:
-            raise ValueError(f"{name} has another content than was written")
-    Checkpoints(directory).adopt(
+        raise CheckpointError(f"some ranks were behind step {min(steps)}, others behind step {max(steps)}")
+    checkpoints.adopt(
         folder,
-        files,
-        step=last["step"],
-        skeleton=merged([decoded(about["skeleton"]) for _, about in sorted(abouts.items())]),
-        identity=last["identity"],
-        plan=last["plan"],
-        world_size=last["size"],
+        [
+            {name: file for about, _ in found if about.run == last.run for name, file in about.files.items()}
+            for found in of_ranks
+        ],
+        step=last.step,
+        skeleton=merged([decoded(about.skeleton) for _, about in sorted(abouts.items())]),
+        identity=last.identity,
+        plan=last.plan,
+        world_size=last.size,
     )
-    return int(last["step"])
+    return last.step
+
+
+def _parts(folder: Path) -> list[tuple[_About, float]]:
+    """Return what ranks say of their parts that are in a folder, and when each was written. Raises CheckpointError for what they have not
+    written so.
+    """
+    try:
+        found = [
+            (checked(_About, read_json(path)), path.stat().st_mtime) for path in sorted(folder.glob("rank-*.json"))
+        ]
+        for about, _ in found:
+            decoded(about.skeleton)
+            for name, written in about.files.items():
+                if record(folder / name) != written:
+                    raise CheckpointError(f"{name} has another content than was written")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(str(error)) from error
+    return found

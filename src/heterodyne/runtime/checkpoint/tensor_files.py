@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,10 +20,10 @@ from torch import Tensor
 from heterodyne.errors import CheckpointError
 from heterodyne.text_files import require_regular
 
-__all__ = ["assigned", "read_tensors", "write_tensors"]
+__all__ = ["SUFFIX", "assigned", "names_in", "read_tensors", "write_tensors"]
 
 _FILE_BYTES = 1 << 30
-_SUFFIX = ".safetensors"
+SUFFIX = ".safetensors"
 _ALIGNMENT = 8
 # https://github.com/huggingface/safetensors#format
 _DTYPES = {
@@ -55,7 +57,7 @@ def write_tensors(directory: Path, rank: int, tensors: Mapping[str, Tensor]) -> 
     """Write ``rank-R-K.safetensors``, to the disk itself; their names. Raises OSError."""
     written = []
     for number, names in enumerate(_files_of(tensors)):
-        path = directory / f"rank-{rank}-{number}{_SUFFIX}"
+        path = directory / f"rank-{rank}-{number}{SUFFIX}"
         _write(path, {name: tensors[name] for name in names})
         written.append(path.name)
     return written
@@ -81,6 +83,12 @@ def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
         os.fsync(file.fileno())
 
 
+def names_in(path: Path) -> list[str]:
+    """Return the names of the tensors in a file. Raises CheckpointError for one that holds no tensors."""
+    with _opened(path) as file:
+        return list(file.keys())
+
+
 def read_tensors(
     directory: Path, files: Sequence[str], wanted: Callable[[str], bool]
 ) -> tuple[dict[str, Tensor], set[str]]:
@@ -88,21 +96,25 @@ def read_tensors(
     found: dict[str, Tensor] = {}
     others: set[str] = set()
     for name in files:
-        if not name.endswith(_SUFFIX):
+        if not name.endswith(SUFFIX):
             continue
-        try:
-            require_regular(directory / name)
-            with safe_open(directory / name, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 -- it is no dict
-                    if wanted(key):
-                        found[key] = file.get_tensor(key)
-                    else:
-                        others.add(key)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{directory / name} cannot be read ({error}); move it away to resume from an earlier one"
-            ) from error
+        with _opened(directory / name) as file:
+            for key in file.keys():  # noqa: SIM118 -- it is no dict
+                if wanted(key):
+                    found[key] = file.get_tensor(key)
+                else:
+                    others.add(key)
     return found, others
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        require_regular(path)
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); move it away to resume from an earlier one") from error
 
 
 def _files_of(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
