@@ -29,7 +29,6 @@ from heterodyne.runtime.liveness.device_queue import DeviceQueue
 from heterodyne.runtime.liveness.watchdog import Watchdog
 from heterodyne.runtime.rendezvous.distributed import blamed, init_distributed
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
-from heterodyne.runtime.same_ranks import require_same_software
 from heterodyne.units import counted, format_seconds
 
 __all__ = ["LONGEST_PHASE_S", "Session", "open_session"]
@@ -149,7 +148,6 @@ def open_session(
                 key=key,
             )
         )
-        require_same_software(communicator)
         found = discover_cluster(
             communicator,
             local_rank,
