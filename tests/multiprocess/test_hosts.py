@@ -108,7 +108,8 @@ def meet(environment: WorkerEnvironment, network: WorkerNetwork, master: str, na
         os.environ.update(misfortune.variables)
         environment = replace(environment, **misfortune.environment)
         distributed.software = lambda: {**software(), **misfortune.software}
-    with init_distributed(environment, backend="gloo", timeout_s=misfortune.patience_s):
+    with init_distributed(environment, backend="gloo", timeout_s=misfortune.patience_s) as session:
+        assert [member.rank for member in session.members] == list(range(HOSTS))
         total = torch.ones(1)
         dist.all_reduce(total)
         assert total == HOSTS
@@ -130,17 +131,10 @@ def crowds() -> Iterator[dict[str, list[Worker]]]:
             if misfortune.lost is not None:
                 lose(own, *misfortune.lost)
             crowd = stack.enter_context(Crowd())
+            hosts = list(enumerate(zip(own, RANKS.get(name, range(HOSTS)), strict=False)))
             found[name] = [
-                crowd.start(
-                    meet,
-                    network,
-                    own[0].address,
-                    name,
-                    host == HOSTS - 1,
-                    rank=rank,
-                    world_size=HOSTS,
-                )
-                for host, (network, rank) in enumerate(zip(own, RANKS.get(name, range(HOSTS)), strict=False))
+                crowd.start(meet, network, own[0].address, name, host == HOSTS - 1, rank=rank, world_size=HOSTS)
+                for host, (network, rank) in reversed(hosts)
             ]
         yield found
 

@@ -25,6 +25,7 @@ from heterodyne.secret_names import SECRET_VARIABLE
 __all__ = ["DeviceFacts", "HostFacts", "interface_towards", "read_facts"]
 
 _DRIVERS = {"NVIDIA": Path("/proc/driver/nvidia/version"), "AMD": Path("/dev/kfd")}
+_NETWORK = Path("/proc/self/ns/net")
 _MACHINE_IDS = (Path("/proc/sys/kernel/random/boot_id"), Path("/etc/machine-id"))
 
 
@@ -115,10 +116,10 @@ def interface_towards(address: str, interfaces: Mapping[str, tuple[str, ...]]) -
 
 
 def _machine() -> str:
-    for path in _MACHINE_IDS:
-        if path.is_file():
-            return path.read_text(encoding="utf-8").strip()
-    return str(uuid.getnode())
+    """Containers of one machine that have networks of their own are hosts of their own."""
+    network = _NETWORK.readlink() if _NETWORK.is_symlink() else ""
+    known = next((path.read_text(encoding="utf-8").strip() for path in _MACHINE_IDS if path.is_file()), "")
+    return f"{known or uuid.getnode()} {network}"
 
 
 def _addresses(host: str) -> tuple[str, ...]:

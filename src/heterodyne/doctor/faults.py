@@ -11,9 +11,9 @@ from heterodyne.doctor.facts import HostFacts
 from heterodyne.runtime.rendezvous.interfaces import GLOO, NCCL, absent_interfaces
 from heterodyne.runtime.rendezvous.software import unlike
 from heterodyne.secret_names import SECRET_VARIABLE
-from heterodyne.units import format_bandwidth, format_bytes, format_seconds
+from heterodyne.units import counted, format_bandwidth, format_bytes, format_seconds
 
-__all__ = ["Fault", "LinkFacts", "faults_between", "faults_of"]
+__all__ = ["Fault", "LinkFacts", "faults_between", "faults_of", "slow_links"]
 
 _SHARED_MEMORY = 2**30  # DataLoader workers and CPU ranks exchange tensors there; Docker gives 64 MiB
 _FILES = 4096
@@ -107,7 +107,11 @@ def _of_network(facts: HostFacts) -> Iterator[tuple[str, str]]:
 
 def faults_between(hosts: Sequence[HostFacts], links: Sequence[LinkFacts], cluster: Cluster | None) -> list[Fault]:
     """Return what is wrong between hosts, of each of which there are the facts once. ``cluster``: what is said of them."""
-    return [*_unlike(hosts), *_slow(links, cluster), *(_not_as_said(hosts, cluster) if cluster is not None else ())]
+    return [
+        *_unlike(hosts),
+        *slow_links(links, cluster),
+        *(_not_as_said(hosts, cluster) if cluster is not None else ()),
+    ]
 
 
 def _unlike(hosts: Sequence[HostFacts]) -> Iterator[Fault]:
@@ -134,7 +138,8 @@ def _unlike(hosts: Sequence[HostFacts]) -> Iterator[Fault]:
                 )
 
 
-def _slow(links: Sequence[LinkFacts], cluster: Cluster | None) -> Iterator[Fault]:
+def slow_links(links: Sequence[LinkFacts], cluster: Cluster | None) -> Iterator[Fault]:
+    """Yield the links that carry much less than the cluster file says."""
     said = {} if cluster is None else {frozenset(each.between): each for each in cluster.links}
     for link in links:
         expected = said.get(frozenset(link.hosts))
@@ -164,7 +169,7 @@ def _not_as_said(hosts: Sequence[HostFacts], cluster: Cluster) -> Iterator[Fault
         if expected != len(facts.devices):
             yield Fault(
                 host=facts.host,
-                what=f"it has {len(facts.devices)} accelerators, and the cluster file says {expected}",
+                what=f"it has {counted(len(facts.devices), 'accelerator')}, and the cluster file says {expected}",
                 remedy="correct the file, or look at CUDA_VISIBLE_DEVICES and the driver",
             )
     for node in said.keys() - {facts.host for facts in hosts}:
