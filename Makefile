@@ -22,7 +22,8 @@ train: setup
 # What asserts what a machine gives (times, shares, memory) has it for itself; the rest runs beside itself, a group of tests at a time, so
 # that what they capture is captured once (tests/conftest.py); three groups for two cores, since tests of several processes wait for each other. Byte code is written,
 # whatever the shell says: dozens of processes load the same package.
-ALONE := tests/measure tests/emulate tests/gpu tests/multiprocess/test_emulate.py tests/multiprocess/test_failures.py
+ALONE := tests/measure tests/emulate tests/gpu tests/multiprocess/test_emulate.py tests/multiprocess/test_failures.py tests/multiprocess/test_hosts.py \
+	tests/multiprocess/test_doctor_hosts.py
 BESIDE := --numprocesses $(shell expr 3 \* $$(getconf _NPROCESSORS_ONLN) / 2) --maxprocesses 8 --dist loadscope --no-loadscope-reorder
 test tour fuzz: export PYTHONDONTWRITEBYTECODE :=
 test: setup

@@ -58,6 +58,7 @@ def lightning() -> dict[str, Any]:
     [
         ("README.md", what_the_readme_takes_for_granted),
         ("docs/own-loop.md", dict),
+        ("docs/install.md", dict),
         ("docs/data.md", dict),
         ("docs/ddp.md", one_rank),
         ("docs/split.md", dict),

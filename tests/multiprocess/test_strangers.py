@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
@@ -26,6 +25,7 @@ from heterodyne.runtime.rendezvous.distributed import init_distributed
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 from multiprocess.crowd import Crowd
 from multiprocess.misfortunes import say
+from multiprocess.namespaces import enter
 from multiprocess.pool import Pool, World
 
 KEY = b"the key of this run"
@@ -83,13 +83,6 @@ def test_objects_of_all_sizes_arrive(pool: Pool) -> None:
     lengths = [0, 900, 1200, 3_000_000]
     expected = [[0, length, 2 * length] for length in lengths] + [lengths]
     assert pool.run(3, sizes) == [expected] * 3
-
-
-def enter(network: WorkerNetwork | None) -> None:
-    if network is not None:
-        with Path("/run/netns", network.namespace).open() as namespace:
-            assert ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
-        os.environ.update(network.environment)
 
 
 def met(environment: WorkerEnvironment, network: WorkerNetwork | None, folder: Path) -> None:

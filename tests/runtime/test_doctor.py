@@ -93,7 +93,7 @@ BETWEEN: dict[str, tuple[dict[str, Any], float, Cluster | None, str]] = {
     "clock": ({"utc_s": 1090.0}, 1e9, None, "clock differs by 90"),
     "one name": ({"host": "a"}, 1e9, None, "two machines have this name"),
     "slow link": ({}, 2e7, cluster(1, 1), "carries .*the cluster file says"),
-    "devices": ({}, 1e9, cluster(1, 4), "1 accelerators, and the cluster file says 4"),
+    "devices": ({}, 1e9, cluster(1, 4), "1 accelerator, and the cluster file says 4"),
     "unknown": ({"host": "x"}, 1e9, cluster(1), "no node of this name"),
     "absent": ({}, 1e9, cluster(1, 1, 2), "nothing runs there"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -48,32 +49,6 @@ def test_torchrun_is_understood() -> None:
     )
 
 
-def test_ranks_of_mpirun_are_recognised() -> None:
-    one_machine = {
-        "OMPI_COMM_WORLD_RANK": "1",
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-        "PMIX_NAMESPACE": "prterun-host-41@1",
-    }
-    found, other = (
-        WorkerEnvironment.read(one_machine | {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank})
-        for rank in ("0", "1")
-    )
-    assert found is not None
-    assert other is not None
-    assert (found.rank, other.rank, other.local_rank, other.world_size) == (0, 1, 1, 2)
-    assert found.master_address == "localhost"
-    assert found.master_port == other.master_port
-    assert WorkerEnvironment.read(one_machine | {"OMPI_COMM_WORLD_SIZE": "1"}) is None
-    by_hydra = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-    with pytest.raises(WorkerError, match="none knows where rank 0 is"):
-        WorkerEnvironment.read(by_hydra)
-    found = WorkerEnvironment.read(by_hydra | {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"})
-    assert found is not None
-    assert (found.rank, found.local_rank, found.local_world_size, found.master_address) == (3, 1, 2, "node0")
-
-
 def test_the_four_necessary_variables_suffice() -> None:
     environment = WorkerEnvironment.read(GIVEN)
     assert environment is not None
@@ -89,7 +64,10 @@ def test_without_a_launcher_there_is_no_environment() -> None:
     [
         ({"WORLD_SIZE": None}, r"has RANK='1', MASTER_ADDR='node0', MASTER_PORT='29500' but not WORLD_SIZE; start"),
         ({"RANK": None}, r"but not RANK"),
-        ({"MASTER_ADDR": None, "MASTER_PORT": None}, r"but not MASTER_ADDR, MASTER_PORT"),
+        (
+            {"MASTER_ADDR": None, "MASTER_PORT": None},
+            r"but not MASTER_ADDR, MASTER_PORT; .* all four: MASTER_ADDR is the host of",
+        ),
         ({"RANK": "4"}, r"RANK=4 must be less than WORLD_SIZE=4"),
         ({"RANK": "-1"}, r"RANK=-1 must be at least 0"),
         ({"RANK": "one"}, r"RANK='one' is not a whole number"),
@@ -105,52 +83,183 @@ def test_contradictions_are_named(change: dict[str, str | None], message: str) -
         WorkerEnvironment.read(given)
 
 
-SLURM = {
-    "SLURM_STEP_ID": "1",
-    "SLURM_JOB_ID": "90210",
-    "SLURM_STEP_NUM_TASKS": "7",
-    "SLURM_PROCID": "6",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "3",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
-    "SLURM_STEP_NODELIST": "gpu[03-05],cpu1",
-}
+NODES = {"gpu03": 4, "amd1": 2, "cpu7": 1}
+"""Ranks are in this order. Slurm sorts the hosts of a step over several components by name: amd1, cpu7, gpu03."""
+PLACES = [
+    (node_rank, local_rank, count, host)
+    for node_rank, (host, count) in enumerate(NODES.items())
+    for local_rank in range(count)
+]
+WORLD = len(PLACES)
+MEETING = {"MASTER_ADDR": "gpu03", "MASTER_PORT": "29500"}
 
 
-def test_tasks_of_slurm_are_ranks() -> None:
-    assert WorkerEnvironment.read(SLURM) == WorkerEnvironment(
-        rank=6, world_size=7, local_rank=0, local_world_size=1, node_rank=3, master_address="gpu03", master_port=20211
+def of_torchrun(rank: int, node: int, local: int, count: int, host: str) -> dict[str, str]:
+    return MEETING | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(WORLD),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(len(NODES)),
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def of_slurm(rank: int, node: int, local: int, count: int, host: str) -> dict[str, str]:
+    """One component: its nodes have as many tasks as they like (``--ntasks-per-node`` apart, ``-m arbitrary``)."""
+    first = rank - local
+    return {
+        "SLURM_JOB_ID": "90210",
+        "SLURM_JOB_NODELIST": "gpu03,amd1,cpu7",
+        "SLURM_STEP_ID": "1",
+        "SLURM_STEP_NODELIST": "gpu03,amd1,cpu7",
+        "SLURM_STEP_NUM_TASKS": str(WORLD),
+        "SLURM_STEP_TASKS_PER_NODE": "4,2,1",
+        "SLURM_NTASKS": str(WORLD),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(local),
+        "SLURM_NODEID": str(node),
+        "SLURM_GTIDS": ",".join(str(first + place) for place in range(count)),
+        "SLURMD_NODENAME": host,
+    }
+
+
+def of_slurm_components(rank: int, node: int, local: int, count: int, host: str) -> dict[str, str]:
+    """``srun --het-group=0-2``: lists and counts of the step are sorted by host, numbers of tasks and nodes go over all components."""
+    groups = {f"SLURM_JOB_NODELIST_HET_GROUP_{number}": name for number, name in enumerate(NODES)}
+    counts = {f"SLURM_NTASKS_HET_GROUP_{number}": str(tasks) for number, tasks in enumerate(NODES.values())}
+    return (
+        of_slurm(rank, node, local, count, host)
+        | groups
+        | counts
+        | {
+            "SLURM_HET_SIZE": "3",
+            "SLURM_JOB_ID_HET_GROUP_0": "90210",
+            "SLURM_JOB_ID_HET_GROUP_1": "90211",
+            "SLURM_JOB_NODELIST": "amd1,cpu7,gpu03",
+            "SLURM_STEP_NODELIST": "amd1,cpu7,gpu03",
+            "SLURM_STEP_TASKS_PER_NODE": "2,1,4",
+        }
     )
-    second = WorkerEnvironment.read(SLURM | {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"})
-    assert second is not None
-    assert (second.local_rank, second.local_world_size) == (1, 2)
-    given = WorkerEnvironment.read(SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "1234"})
-    assert given is not None
-    assert (given.master_address, given.master_port) == ("head", 1234)
+
+
+def of_open_mpi(rank: int, node: int, local: int, count: int, host: str) -> dict[str, str]:
+    """``mpirun`` within an allocation of Slurm, whose ``srun`` started its daemons, one a host."""
+    daemon = {"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": str(node), "SLURM_LOCALID": "0", "SLURM_NODEID": str(node)}
+    ours = {"RANK": rank, "SIZE": WORLD, "LOCAL_RANK": local, "LOCAL_SIZE": count, "NODE_RANK": local}
+    return (
+        of_slurm(rank, node, local, count, host)
+        | daemon
+        | MEETING
+        | {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in ours.items()}
+        | {"PMIX_NAMESPACE": "prterun-gpu03-41@1", "PMIX_RANK": str(rank), "PMIX_HOSTNAME": host}
+    )
+
+
+def of_intel_mpi(rank: int, node: int, local: int, count: int, host: str) -> dict[str, str]:
+    ours = {"PMI_RANK": rank, "PMI_SIZE": WORLD, "MPI_LOCALRANKID": local, "MPI_LOCALNRANKS": count}
+    return MEETING | {name: str(value) for name, value in ours.items()} | {"PMI_PORT": "gpu03:33415", "PMI_ID": "0"}
+
+
+def of_pmi(rank: int, node: int, local: int, count: int, host: str) -> dict[str, str]:
+    ours = {"PMI_RANK": rank, "PMI_SIZE": WORLD, "PMI_LOCAL_RANK": local, "PMI_LOCAL_SIZE": count}
+    return MEETING | {name: str(value) for name, value in ours.items()}
+
+
+def of_ray(rank: int, node: int, local: int, count: int, host: str) -> dict[str, str]:
+    """What Ray Train sets in its workers."""
+    ours = {"RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": count, "NODE_RANK": node}
+    return MEETING | {name: str(value) for name, value in ours.items()} | {"RAY_JOB_ID": "01000000"}
+
+
+@pytest.mark.parametrize(
+    "of",
+    [of_torchrun, of_slurm, of_slurm_components, of_open_mpi, of_intel_mpi, of_pmi, of_ray],
+    ids=lambda of: of.__name__,
+)
+def test_every_launcher_says_the_same(of: Callable[..., dict[str, str]]) -> None:
+    numbered = of not in (of_open_mpi, of_intel_mpi, of_pmi)  # whose hosts have no number
+    for rank, (node, local, count, host) in enumerate(PLACES):
+        found = WorkerEnvironment.read(of(rank, node, local, count, host))
+        assert found == WorkerEnvironment(
+            rank=rank,
+            world_size=WORLD,
+            local_rank=local,
+            local_world_size=count,
+            node_rank=node if numbered else 0,
+            master_address="gpu03",
+            master_port=20211 if "slurm" in of.__name__ else 29500,
+        )
+
+
+def test_processes_of_mpirun_on_one_machine_meet_there() -> None:
+    alone = {f"OMPI_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")} | {
+        "PMIX_NAMESPACE": "prterun-host-41@1"
+    }
+    ranks = [
+        WorkerEnvironment.read(alone | {f"OMPI_COMM_WORLD_{name}": rank for name in ("RANK", "LOCAL_RANK")})
+        for rank in "01"
+    ]
+    assert [found and (found.rank, found.local_rank, found.master_address) for found in ranks] == [
+        (0, 0, "localhost"),
+        (1, 1, "localhost"),
+    ]
+    assert len({found and found.master_port for found in ranks}) == 1
+    away = {name: value for name, value in of_open_mpi(0, *PLACES[0]).items() if name not in MEETING}
+    with pytest.raises(WorkerError, match=r"none knows where rank 0 is; .* mpirun -x MASTER_ADDR=HOST"):
+        WorkerEnvironment.read(away)
+    assert WorkerEnvironment.read(of_intel_mpi(0, 0, 0, 1, "x") | {"PMI_SIZE": "1"}) is None
+
+
+def test_a_process_of_several_does_not_train_alone() -> None:
+    with pytest.raises(WorkerError, match=r"PMIX_RANK='1' .* or set RANK, WORLD_SIZE and LOCAL_RANK"):
+        WorkerEnvironment.read({"PMIX_RANK": "1", "PMIX_NAMESPACE": "prun-1"})
+    with pytest.raises(WorkerError, match="PMI_RANK='1' says that this is one of several"):
+        WorkerEnvironment.read({"PMI_RANK": "1", "PMI_SIZE": "2"})
 
 
 @pytest.mark.parametrize(("nodes", "first"), [("a1,b2", "a1"), ("n7", "n7"), ("n[1,4]", "n1"), ("x[001-128]", "x001")])
 def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
-    found = WorkerEnvironment.read(SLURM | {"SLURM_STEP_NODELIST": nodes})
+    found = WorkerEnvironment.read(of_slurm(0, *PLACES[0]) | {"SLURM_STEP_NODELIST": nodes})
     assert found is not None
     assert found.master_address == first
 
 
+def test_some_components_of_a_job_meet_at_the_first_of_theirs() -> None:
+    step = of_slurm_components(0, *PLACES[0]) | {
+        "SLURM_STEP_NODELIST": "a[1-2],x[08-11]y",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "x[09-11]y,x08y",
+        "SLURM_JOB_NODELIST_HET_GROUP_2": "a[1-2]",
+    }
+    found = WorkerEnvironment.read(step)
+    assert found is not None
+    assert found.master_address == "x09y"
+    unknown = {name: value for name, value in step.items() if "GROUP" not in name}
+    with pytest.raises(WorkerError, match="says which of these is first: start srun in a job of sbatch or salloc"):
+        WorkerEnvironment.read(unknown)
+    given = WorkerEnvironment.read(unknown | {"MASTER_ADDR": "head", "MASTER_PORT": "1234"})
+    assert given is not None
+    assert (given.master_address, given.master_port) == ("head", 1234)
+
+
 def test_torchrun_within_a_step_of_slurm_counts_and_one_task_is_alone() -> None:
-    within = WorkerEnvironment.read(SLURM | GIVEN)
+    step = of_slurm(6, *PLACES[6])
+    within = WorkerEnvironment.read(step | GIVEN)
     assert within is not None
     assert within.rank == 1
-    assert WorkerEnvironment.read(SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
+    assert WorkerEnvironment.read(step | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
     assert WorkerEnvironment.read({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}) is None, "a batch script is no task"
 
 
 def test_what_slurm_cannot_mean_is_refused() -> None:
     with pytest.raises(WorkerError, match="SLURM_PROCID=7 must be less than SLURM_STEP_NUM_TASKS=7"):
-        WorkerEnvironment.read(SLURM | {"SLURM_PROCID": "7"})
-    with pytest.raises(WorkerError, match="SLURM_STEP_TASKS_PER_NODE='two' is not a list"):
-        WorkerEnvironment.read(SLURM | {"SLURM_STEP_TASKS_PER_NODE": "two"})
-    with pytest.raises(WorkerError, match=r"SLURM_STEP_TASKS_PER_NODE='2' has 1 nodes, and SLURM_NODEID is 1"):
-        WorkerEnvironment.read(SLURM | {"SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "2"})
+        WorkerEnvironment.read(of_slurm(0, *PLACES[0]) | {"SLURM_PROCID": "7"})
+    with pytest.raises(WorkerError, match="SLURM_GTIDS=1 must be at least 2"):
+        WorkerEnvironment.read(of_slurm(0, *PLACES[0]) | {"SLURM_LOCALID": "1", "SLURM_GTIDS": "0"})
 
 
 def test_each_meeting_of_the_same_processes_has_keys_of_its_own() -> None:
@@ -174,7 +283,7 @@ def test_a_secret_is_not_shown_and_not_short() -> None:
         with pytest.raises(
             WorkerError, match=f"HETERODYNE_RUN_SECRET has {len(secret)} characters; it needs at least 16"
         ) as told:
-            WorkerEnvironment.read(SLURM | {"HETERODYNE_RUN_SECRET": secret})
+            WorkerEnvironment.read(of_slurm(0, *PLACES[0]) | {"HETERODYNE_RUN_SECRET": secret})
         assert not secret or secret not in str(told.value)
 
 

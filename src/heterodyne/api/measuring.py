@@ -16,6 +16,7 @@ from heterodyne.api.session import Session
 from heterodyne.api.settings import Settings
 from heterodyne.cluster.profile import WHOLE, Profile
 from heterodyne.cluster.spec import Cluster
+from heterodyne.doctor.faults import LinkFacts, slow_links
 from heterodyne.frontend import CapturedModel
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
@@ -96,7 +97,7 @@ def measure_everywhere(
     with session.announced(
         f"measuring {counted(session.world_size, 'device')}, which may take {format_seconds(budget_s)}"
     ):
-        return measure(
+        profile = measure(
             request,
             session.communicator,
             cache=Cache(folder=default_folder(os.environ)),
@@ -104,6 +105,19 @@ def measure_everywhere(
             say=session.say,
             progress=_progress(session),
         )
+    for fault in slow_links(_links_of(profile, session.cluster), session.cluster):
+        session.say(f"{fault.host}: {fault.what}; the plan goes by what was measured. {fault.remedy}")
+    return profile
+
+
+def _links_of(profile: Profile, cluster: Cluster) -> list[LinkFacts]:
+    """Return what was measured of the link between each two nodes."""
+    rates: dict[tuple[str, str], float] = {}
+    for each in profile.links:
+        a, b, *_ = sorted(cluster.device(name).node for name in each.devices)
+        if each.op == "send" and a != b:
+            rates[a, b] = max(rates.get((a, b), 0.0), each.bytes / each.seconds)
+    return [LinkFacts(hosts=hosts, bandwidth_bytes_per_s=rate, latency_s=0.0) for hosts, rate in rates.items()]
 
 
 def _programs(captured: CapturedModel, whole: WholeModel) -> dict[str, BlockProgram]:

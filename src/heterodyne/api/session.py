@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +30,6 @@ from heterodyne.runtime.liveness.device_queue import DeviceQueue
 from heterodyne.runtime.liveness.watchdog import Watchdog
 from heterodyne.runtime.rendezvous.distributed import blamed, init_distributed
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
-from heterodyne.runtime.same_ranks import require_same_software
 from heterodyne.units import counted, format_seconds
 
 __all__ = ["LONGEST_PHASE_S", "Session", "open_session"]
@@ -168,7 +168,6 @@ def open_session(
                 key=key,
             )
         )
-        require_same_software(communicator)
         found = discover_cluster(
             communicator,
             local_rank,
@@ -247,12 +246,24 @@ def _without_leftovers(found: Cluster) -> Cluster:
     return found
 
 
+def _counts(cluster: Cluster) -> list[tuple[str, int]]:
+    """Return the nodes in the order of their ranks, with how many devices each has."""
+    return [(node, len(list(of))) for node, of in groupby(device.node for device in cluster.devices)]
+
+
+def _in_words(counts: Sequence[tuple[str, int]]) -> str:
+    return ", ".join(f"{node}: {count}" for node, count in counts)
+
+
 def _as_described(described: Cluster, found: Cluster, path: Path) -> Cluster:
     """The cluster of the file, if the workers that were started are its devices, in its order."""
-    if len(described.devices) != len(found.devices):
+    said, here = _counts(described), _counts(found)
+    # On one machine, workers may stand for those of several.
+    if len(described.devices) != len(found.devices) or (len(here) > 1 and [n for _, n in said] != [n for _, n in here]):
         raise ClusterError(
-            f"it has {len(described.devices)} devices, and {len(found.devices)} workers were started: start one a device "
-            "('heterodyne train' does so on one machine; on several, torchrun with that many processes a node)",
+            f"it has {counted(len(described.devices), 'device')} ({_in_words(said)}), and {counted(len(found.devices), 'worker')} were "
+            f"started ({_in_words(here)}): start one a device ('heterodyne train' does so on one machine; on several, 'heterodyne launch', "
+            "or torchrun with that many processes a node)",
             path=str(path),
         )
     wrong = [

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -33,8 +32,9 @@ from heterodyne.cli import (
     train,
     verify,
 )
-from heterodyne.errors import FileError, HeterodyneError
+from heterodyne.errors import FileError, HeterodyneError, WorkerError
 from heterodyne.processes import worker_exit_status
+from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 from heterodyne.runtime.rendezvous.file_handles import TOO_MANY_OPEN
 
 __all__ = ["application", "run"]
@@ -129,18 +129,16 @@ def _tell(error: HeterodyneError) -> int:
 
     What every rank knows is printed by rank 0, a mistake in a file by the first worker of each machine, the rest by whom it concerns.
     """
-    rank, local_rank = _number("RANK"), _number("LOCAL_RANK")
+    try:
+        own = WorkerEnvironment.read()
+        rank, local_rank = (0, 0) if own is None else (own.rank, own.local_rank)
+    except WorkerError as unread:  # which may be the error
+        rank, local_rank = unread.rank or 0, 0
     told_by_another = rank > 0 if error.shared else local_rank > 0 and isinstance(error, FileError)
     if not told_by_another:
         sys.stderr.write(f"error: {error}\n")
         sys.stderr.flush()
     return worker_exit_status(error, rank)
-
-
-def _number(variable: str) -> int:
-    """Read from the environment, because the error may be one of reading it properly."""
-    text = os.environ.get(variable, "")
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
 def _of_the_system(error: Exception) -> HeterodyneError | None:

@@ -13,7 +13,7 @@ __all__ = ["command"]
 def command(
     cluster: Annotated[Path, typer.Argument(help="Cluster file.")],
     words: Annotated[list[str], typer.Argument(metavar="-- CMD...", help="What one process runs: -- python train.py")],
-    to: Annotated[str, typer.Option(help="slurm, jobset or trainjob.")],
+    to: Annotated[str, typer.Option(help="slurm, jobset, trainjob or raycluster.")],
     image: Annotated[str, typer.Option(help="Image of the containers.")] = "",
     name: Annotated[str, typer.Option(help="Name of the job.")] = "heterodyne",
     hours: Annotated[float | None, typer.Option(min=0.0, help="After how many hours the job is ended.")] = None,

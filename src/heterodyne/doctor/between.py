@@ -47,7 +47,7 @@ def examine(directory: Path, port: int, cluster: Cluster | None = None) -> Exami
         of_file = () if cluster is None else faults_between((own,), (), cluster)
         return Examined(hosts=(own,), interfaces=("",), links=(), faults=(*faults_of(own, others=False), *of_file))
     own = read_facts(directory, 0)  # the port of the run is taken, by this run
-    with init_distributed(environment, backend="gloo") as joined:
+    with init_distributed(environment, backend="gloo", required=()) as joined:
         communicator = Communicator(
             rank=environment.rank, world_size=environment.world_size, device=torch.device("cpu"), key=joined.key
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import resource
 import shutil
 import socket
@@ -17,17 +16,17 @@ from pathlib import Path
 import psutil
 import torch
 
-import heterodyne
 from heterodyne.measure.discover import local_accelerators
 from heterodyne.processes.port import is_free
-from heterodyne.runtime.same_ranks import digest_of_package
+from heterodyne.runtime.rendezvous.interfaces import GLOO, NCCL
+from heterodyne.runtime.rendezvous.software import software
 from heterodyne.secret_names import SECRET_VARIABLE
 
 __all__ = ["DeviceFacts", "HostFacts", "interface_towards", "read_facts"]
 
 _DRIVERS = {"NVIDIA": Path("/proc/driver/nvidia/version"), "AMD": Path("/dev/kfd")}
+_NETWORK = Path("/proc/self/ns/net")
 _MACHINE_IDS = (Path("/proc/sys/kernel/random/boot_id"), Path("/etc/machine-id"))
-_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +86,9 @@ def read_facts(directory: Path, port: int) -> HostFacts:
             name: tuple(each.address for each in of if each.family in (socket.AF_INET, socket.AF_INET6))
             for name, of in psutil.net_if_addrs().items()
         },
-        variables={name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        variables={name: os.environ[name] for name in (GLOO, NCCL) if name in os.environ},
         has_secret=SECRET_VARIABLE in os.environ,
-        versions={
-            "Python": platform.python_version(),
-            "torch": str(torch.__version__),
-            "heterodyne": f"{heterodyne.__version__}, files {digest_of_package()[:8]}",
-        },
+        versions=software(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         load=os.getloadavg()[0],
         memory_bytes=psutil.virtual_memory().available,
@@ -121,10 +116,10 @@ def interface_towards(address: str, interfaces: Mapping[str, tuple[str, ...]]) -
 
 
 def _machine() -> str:
-    for path in _MACHINE_IDS:
-        if path.is_file():
-            return path.read_text(encoding="utf-8").strip()
-    return str(uuid.getnode())
+    """Containers of one machine that have networks of their own are hosts of their own."""
+    network = _NETWORK.readlink() if _NETWORK.is_symlink() else ""
+    known = next((path.read_text(encoding="utf-8").strip() for path in _MACHINE_IDS if path.is_file()), "")
+    return f"{known or uuid.getnode()} {network}"
 
 
 def _addresses(host: str) -> tuple[str, ...]:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from heterodyne.cluster import Cluster
 from heterodyne.doctor.facts import HostFacts
+from heterodyne.runtime.rendezvous.interfaces import GLOO, NCCL, absent_interfaces
+from heterodyne.runtime.rendezvous.software import unlike
 from heterodyne.secret_names import SECRET_VARIABLE
-from heterodyne.units import format_bandwidth, format_bytes, format_seconds
+from heterodyne.units import counted, format_bandwidth, format_bytes, format_seconds
 
-__all__ = ["Fault", "LinkFacts", "faults_between", "faults_of"]
+__all__ = ["Fault", "LinkFacts", "faults_between", "faults_of", "slow_links"]
 
 _SHARED_MEMORY = 2**30  # DataLoader workers and CPU ranks exchange tensors there; Docker gives 64 MiB
 _FILES = 4096
@@ -19,7 +21,6 @@ _BUSY = 0.5  # of the cores
 _TAKEN = 0.1  # of a device's memory
 _CLOCKS_S = 2.0
 _SLOW = 0.5  # of the bandwidth in the cluster file
-_VARIABLE_OF_GLOO, _VARIABLE_OF_NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,23 +97,7 @@ def _of_network(facts: HostFacts) -> Iterator[tuple[str, str]]:
             f"its name {facts.host} resolves to {', '.join(facts.addresses)} there, so it tells others to look for it on themselves",
             f"write its address in the network for {facts.host} into /etc/hosts, and take the name out of the line of 127.0.0.1",
         )
-    known = ", ".join(name for name in facts.interfaces if name != "lo")
-    for_gloo = facts.variables.get(_VARIABLE_OF_GLOO)
-    if for_gloo is not None:
-        missing = [name for name in for_gloo.split(",") if name not in facts.interfaces]
-        if missing:
-            yield (
-                f"{_VARIABLE_OF_GLOO}={for_gloo}, and there is no interface {missing[0]}",
-                f"it takes the names of interfaces: {known}",
-            )
-    for_nccl = facts.variables.get(_VARIABLE_OF_NCCL)
-    if for_nccl is not None and not for_nccl.startswith("^"):
-        names = for_nccl.removeprefix("=").split(",")
-        if not any(there.startswith(name) for name in names for there in facts.interfaces):
-            yield (
-                f"{_VARIABLE_OF_NCCL}={for_nccl}, and no interface begins so",
-                f"it takes beginnings of names: {known}",
-            )
+    yield from absent_interfaces(facts.variables, facts.interfaces)
     if not facts.has_secret:
         yield (
             f"{SECRET_VARIABLE} is not set, which only hosts with one home directory can do without",
@@ -122,19 +107,22 @@ def _of_network(facts: HostFacts) -> Iterator[tuple[str, str]]:
 
 def faults_between(hosts: Sequence[HostFacts], links: Sequence[LinkFacts], cluster: Cluster | None) -> list[Fault]:
     """Return what is wrong between hosts, of each of which there are the facts once. ``cluster``: what is said of them."""
-    return [*_unlike(hosts), *_slow(links, cluster), *(_not_as_said(hosts, cluster) if cluster is not None else ())]
+    return [
+        *_unlike(hosts),
+        *slow_links(links, cluster),
+        *(_not_as_said(hosts, cluster) if cluster is not None else ()),
+    ]
 
 
 def _unlike(hosts: Sequence[HostFacts]) -> Iterator[Fault]:
     first = hosts[0]
     for at, facts in enumerate(hosts):
-        for name, version in facts.versions.items():
-            if version != first.versions.get(name):
-                yield Fault(
-                    host=facts.host,
-                    what=f"it has {name} {version}, and {first.host} has {first.versions.get(name)}",
-                    remedy=f"install one version of {name} on all hosts",
-                )
+        for name, version, of_first in unlike(facts.versions, first.versions):
+            yield Fault(
+                host=facts.host,
+                what=f"it has {name} {version}, and {first.host} has {of_first}",
+                remedy=f"install one version of {name} on all hosts",
+            )
         if abs(facts.utc_s - first.utc_s) > _CLOCKS_S:
             yield Fault(
                 host=facts.host,
@@ -150,7 +138,8 @@ def _unlike(hosts: Sequence[HostFacts]) -> Iterator[Fault]:
                 )
 
 
-def _slow(links: Sequence[LinkFacts], cluster: Cluster | None) -> Iterator[Fault]:
+def slow_links(links: Sequence[LinkFacts], cluster: Cluster | None) -> Iterator[Fault]:
+    """Yield the links that carry much less than the cluster file says."""
     said = {} if cluster is None else {frozenset(each.between): each for each in cluster.links}
     for link in links:
         expected = said.get(frozenset(link.hosts))
@@ -159,8 +148,8 @@ def _slow(links: Sequence[LinkFacts], cluster: Cluster | None) -> Iterator[Fault
                 host=" - ".join(link.hosts),
                 what=f"the link carries {format_bandwidth(link.bandwidth_bytes_per_s)}, and the cluster file says "
                 f"{format_bandwidth(expected.bandwidth_bytes_per_s)}",
-                remedy=f"look at cable, switch and interface (ethtool), choose the interface with {_VARIABLE_OF_GLOO} and "
-                f"{_VARIABLE_OF_NCCL}, or correct the file",
+                remedy=f"look at cable, switch and interface (ethtool), choose the interface with {GLOO} and "
+                f"{NCCL}, or correct the file",
             )
 
 
@@ -180,7 +169,7 @@ def _not_as_said(hosts: Sequence[HostFacts], cluster: Cluster) -> Iterator[Fault
         if expected != len(facts.devices):
             yield Fault(
                 host=facts.host,
-                what=f"it has {len(facts.devices)} accelerators, and the cluster file says {expected}",
+                what=f"it has {counted(len(facts.devices), 'accelerator')}, and the cluster file says {expected}",
                 remedy="correct the file, or look at CUDA_VISIBLE_DEVICES and the driver",
             )
     for node in said.keys() - {facts.host for facts in hosts}:

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import sys
-from functools import cache
-from pathlib import Path
 
-import torch
 from torch import nn
 
-import heterodyne
 from heterodyne.code_read import digest_of_code
 from heterodyne.errors import PlanError, WorkerError
 from heterodyne.plan.lower import Lowered
 from heterodyne.runtime.comm.communicator import Communicator
 
-__all__ = ["require_same_code", "require_same_software", "require_together"]
-
-
-def require_same_software(communicator: Communicator) -> None:
-    """Raise WorkerError, on every rank, if ranks run other versions of torch or another state of this package. Collective."""
-    require_same_code(communicator, f"torch {torch.__version__}", "torch")
-    require_same_code(communicator, digest_of_package(), f"heterodyne {heterodyne.__version__} (its files)")
-
-
-@cache
-def digest_of_package() -> str:
-    """Return a hash of the files of this package."""
-    found = hashlib.blake2b(digest_size=16)
-    root = Path(heterodyne.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        found.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
-    return found.hexdigest()
+__all__ = ["require_same_code", "require_together"]
 
 
 def require_same_code(communicator: Communicator, own: str, what: str) -> None:
@@ -44,9 +23,11 @@ def require_same_code(communicator: Communicator, own: str, what: str) -> None:
     version, first, host = of_ranks[0]
     others = [r for r, (of, found, _) in enumerate(of_ranks) if of == version and found != first]
     if others:
+        _, other, there = of_ranks[others[0]]
         raise WorkerError(
-            f"{what} is another on {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others[:8]))} (host "
-            f"{of_ranks[others[0]][2]}) than on rank 0 (host {host}): bring all hosts to one state, or ranks would train different models",
+            f"{what} is another on {'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others[:8]))} (host {there}: "
+            f"{other[:12]}) than on rank 0 (host {host}: {first[:12]}): bring all hosts to one state, or ranks would train different "
+            "models",
             rank=others[0],
         )
 

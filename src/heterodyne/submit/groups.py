@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -14,7 +14,7 @@ from heterodyne.cluster.catalog import find
 from heterodyne.errors import ClusterError
 from heterodyne.processes import require_no_launcher
 
-__all__ = ["Group", "Launch", "groups_of", "nodes_of", "torchrun"]
+__all__ = ["Group", "Launch", "groups_of", "host_commands", "nodes_of", "torchrun"]
 
 _LONGEST_NAME = 40  # schedulers add to it, and host names have 63 characters
 
@@ -102,6 +102,16 @@ def torchrun(group: Group, groups: Sequence[Group], launch: Launch, *, node: str
         f"--master-port={launch.port}",
     ]
     return " ".join(["torchrun", *options, *_program(launch.command)])
+
+
+def host_commands(
+    groups: Sequence[Group], hosts: Sequence[str], launch: Launch, before: Sequence[str], *, master: str
+) -> Iterator[tuple[str, str]]:
+    """Yield each host with the command of the shell that starts its processes after ``before``."""
+    for group in groups:
+        for place in range(group.nodes):
+            program = torchrun(group, groups, launch, node=str(place), master=shlex.quote(master))
+            yield hosts[group.first + place], " && ".join([*before, f"exec {program}"])
 
 
 def _program(command: Sequence[str]) -> list[str]:

@@ -1,7 +1,11 @@
-"""What Kubernetes takes: a JobSet, or a TrainJob of Kubeflow with a runtime of its own. A replicated job for each group of nodes."""
+"""What Kubernetes takes: a JobSet, or a TrainJob of Kubeflow with a runtime of its own, with a replicated job for each group of nodes; or a
+RayCluster of KubeRay, with a group of workers for each.
+"""
 
 from __future__ import annotations
 
+import json
+import shlex
 from typing import Any
 
 import yaml
@@ -11,8 +15,9 @@ from heterodyne.cluster.catalog import find
 from heterodyne.errors import ClusterError
 from heterodyne.secret_names import SECRET_VARIABLE
 from heterodyne.submit.groups import Group, Launch, groups_of, torchrun
+from heterodyne.submit.ray import bundle_of
 
-__all__ = ["jobset", "trainjob"]
+__all__ = ["jobset", "raycluster", "trainjob"]
 
 _RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}
 _PRODUCT = {
@@ -51,16 +56,47 @@ def trainjob(cluster: Cluster, launch: Launch) -> str:
     return _text(launch, made, job)
 
 
+def raycluster(cluster: Cluster, launch: Launch) -> str:
+    """Return a RayCluster whose nodes have the resources that `launch_on_ray` asks for. Raises ClusterError."""
+    groups = groups_of(cluster)
+    head = {"rayStartParams": {"num-cpus": "0"}, "template": {"spec": _pod(launch, "ray-head", {})}}
+    made = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "metadata": {"name": launch.name},
+        "spec": {"headGroupSpec": head, "workerGroupSpecs": [_workers(group, launch) for group in groups]},
+    }
+    words = shlex.join(["heterodyne", "launch", "CLUSTER.yaml", "--ray", "--", *launch.command])
+    job = f"ray job submit --address http://{launch.name}-head-svc:8265 -- {words}"
+    return f"# When it is up, from a pod, with the cluster file in the image: {job}\n" + _dumped(made)
+
+
+def _workers(group: Group, launch: Launch) -> dict[str, Any]:
+    bundle = {name: round(count) for name, count in bundle_of(group).items()}
+    start = {"num-cpus": str(bundle.pop("CPU"))} if "CPU" in bundle else {}
+    start |= {"num-gpus": str(bundle.pop("GPU"))} if "GPU" in bundle else {}
+    start |= {"resources": shlex.quote(json.dumps(bundle))} if bundle else {}
+    return {
+        "groupName": group.name,
+        "replicas": group.nodes,
+        "minReplicas": group.nodes,
+        "maxReplicas": group.nodes,
+        "rayStartParams": start,
+        "template": {"spec": _pod(launch, "ray-worker", _limits(group)) | _selected(group)},
+    }
+
+
 def _text(launch: Launch, *documents: dict[str, Any]) -> str:
     secret = f"kubectl create secret generic {launch.name}-secret --from-literal=secret=$(openssl rand -hex 32)"
-    note = f"# Once, before the first start: {secret}\n"
-    return note + yaml.safe_dump_all(documents, sort_keys=False, width=1000)
+    return f"# Once, before the first start: {secret}\n" + _dumped(*documents)
+
+
+def _dumped(*documents: dict[str, Any]) -> str:
+    return yaml.safe_dump_all(documents, sort_keys=False, width=1000)
 
 
 def _spec(cluster: Cluster, launch: Launch, labels: dict[str, str]) -> dict[str, Any]:
     """Return the spec of a JobSet. ``labels``: of the job with the first node."""
-    if not launch.image:
-        raise ClusterError("pods need an image with torch, heterodyne and your code: give --image")
     groups = groups_of(cluster)
     spec: dict[str, Any] = {
         "failurePolicy": {"maxRestarts": 3},  # all of them: a run goes on from its newest checkpoint
@@ -75,22 +111,11 @@ def _replicated(group: Group, groups: list[Group], launch: Launch, labels: dict[
     master = f"{launch.name}-{groups[0].name}-0-0.{launch.name}"
     command = torchrun(group, groups, launch, node="JOB_COMPLETION_INDEX", master=master)
     secret = {"secretKeyRef": {"name": f"{launch.name}-secret", "key": "secret"}}
-    container: dict[str, Any] = {
-        "name": "node",
-        "image": launch.image,
+    pod = _pod(launch, "node", _limits(group)) | _selected(group) | {"restartPolicy": "Never"}
+    pod["containers"][0] |= {
         "command": ["bash", "-c", command],
         "env": [{"name": SECRET_VARIABLE, "valueFrom": secret}],
-        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
     }
-    if limits := _limits(group):
-        container["resources"] = {"limits": limits}
-    pod: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "containers": [container],
-        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
-    }
-    if selector := _selector(group):
-        pod["nodeSelector"] = selector
     job: dict[str, Any] = {
         "backoffLimit": 0,
         "completionMode": "Indexed",
@@ -104,6 +129,23 @@ def _replicated(group: Group, groups: list[Group], launch: Launch, labels: dict[
     return {"name": group.name, "replicas": 1, "template": {**metadata, "spec": job}}
 
 
+def _pod(launch: Launch, container: str, limits: dict[str, int]) -> dict[str, Any]:
+    """Return the spec of a pod with one container and shared memory. Raises ClusterError."""
+    if not launch.image:
+        raise ClusterError("pods need an image with torch, heterodyne and your code: give --image")
+    return {
+        "containers": [
+            {
+                "name": container,
+                "image": launch.image,
+                "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+                **({"resources": {"limits": limits}} if limits else {}),
+            }
+        ],
+        "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
+    }
+
+
 def _limits(group: Group) -> dict[str, int]:
     unknown = [kind for kind in group.devices if kind != "cpu" and (a := find(kind)) and a.maker not in _RESOURCES]
     if unknown or "" in group.resources():
@@ -114,9 +156,9 @@ def _limits(group: Group) -> dict[str, int]:
     return {_RESOURCES[maker]: count for maker, count in group.resources().items()}
 
 
-def _selector(group: Group) -> dict[str, str]:
-    """Return the label of nodes with this kind of device; none where a node has several kinds, which no label names."""
+def _selected(group: Group) -> dict[str, Any]:
+    """Return what chooses nodes with this kind of device; nothing where a node has several kinds, which no label names."""
     kinds = [accelerator for kind in group.devices if (accelerator := find(kind)) is not None]
     if len(kinds) != 1 or not kinds[0].aliases:
         return {}
-    return {_PRODUCT[kinds[0].maker]: kinds[0].aliases[0].replace(" ", "-")}
+    return {"nodeSelector": {_PRODUCT[kinds[0].maker]: kinds[0].aliases[0].replace(" ", "-")}}

@@ -14,11 +14,12 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from types import FrameType
 
 from heterodyne.secret_names import SECRET_VARIABLE
 
-__all__ = ["node_command"]
+__all__ = ["node_command", "started"]
 
 _UNREACHABLE = 255  # what ssh returns for itself
 
@@ -40,16 +41,37 @@ def _wrapped(command: str) -> str:
     )
 
 
+def started(
+    command: str, secret: str, *, over: Sequence[str] = (), output: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a command of the shell with the secret of the run. It ends when its standard input is closed, or whoever holds that is gone.
+
+    ``over``: what carries it to another host; ``output``: where what it writes goes, as for `subprocess.Popen`.
+    """
+    script = ["bash", "-c", _wrapped(command)]
+    process = subprocess.Popen(
+        [*over, shlex.join(script)] if over else script,
+        stdin=subprocess.PIPE,
+        stdout=output,
+        stderr=None if output is None else subprocess.STDOUT,
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(f"{secret}\n".encode())
+        process.stdin.flush()
+    except BrokenPipeError:  # it has ended already
+        pass
+    return process
+
+
 def main() -> int:
     """Run the command and return its exit status."""
     host, command = sys.argv[1:]
-    script = ["bash", "-c", _wrapped(command)]
     here = host in ("localhost", socket.gethostname())
-    process = subprocess.Popen(
-        script if here else ["ssh", "-o", "BatchMode=yes", host, shlex.join(script)], stdin=subprocess.PIPE
-    )
-    assert process.stdin is not None
+    over = () if here else ("ssh", "-o", "BatchMode=yes", host)
+    process = started(command, os.environ.get(SECRET_VARIABLE, ""), over=over)
     stdin = process.stdin
+    assert stdin is not None
 
     def end(number: int, frame: FrameType | None) -> None:
         del number, frame
@@ -57,11 +79,6 @@ def main() -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
-    try:
-        stdin.write(f"{os.environ.get(SECRET_VARIABLE, '')}\n".encode())
-        stdin.flush()
-    except (BrokenPipeError, ValueError):  # it has ended already
-        pass
     status = process.wait()
     if status == _UNREACHABLE and not here:
         sys.stderr.write(f"heterodyne: ssh cannot run anything on {host}: try 'ssh {host} true' without a password\n")

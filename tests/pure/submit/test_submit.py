@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import stat
 import subprocess
@@ -19,6 +20,7 @@ from heterodyne.cluster import Cluster, Device
 from heterodyne.errors import ClusterError, HeterodyneError
 from heterodyne.submit import SCHEDULERS, Launch
 from heterodyne.submit.groups import groups_of
+from heterodyne.submit.ray import bundle_of
 
 KINDS = ("A100-SXM4-80GB", "V100-SXM2-16GB", "MI250X", "cpu")
 LAUNCH = Launch(command=["python", "train.py", "--text", "it's; $HOME"], image="registry/image:1", hours=1.5)
@@ -115,6 +117,25 @@ def test_pods_start_each_node_once(tmp_path: Path, shell: dict[str, str], schedu
         assert documents[1]["spec"]["runtimeRef"]["name"] == documents[0]["metadata"]["name"]
 
 
+@given(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(1, 8)), min_size=1, max_size=8))
+@settings(max_examples=30)
+def test_nodes_of_ray_have_what_the_bundles_of_their_hosts_need(nodes: list[tuple[str, int]]) -> None:
+    made = yaml.safe_load(SCHEDULERS["raycluster"](cluster_of(*nodes), LAUNCH))
+    groups = groups_of(cluster_of(*nodes))
+    assert [(of["groupName"], of["replicas"]) for of in made["spec"]["workerGroupSpecs"]] == [
+        (group.name, group.nodes) for group in groups
+    ]
+    for group, of in zip(groups, made["spec"]["workerGroupSpecs"], strict=True):
+        started = of["rayStartParams"]
+        offered = json.loads(started.get("resources", "'{}'").strip("'"))
+        offered |= {
+            name: int(started[f"num-{name.lower()}s"]) for name in ("CPU", "GPU") if f"num-{name.lower()}s" in started
+        }
+        assert offered == bundle_of(group)
+        (container,) = of["template"]["spec"]["containers"]
+        assert sum(container.get("resources", {"limits": {}})["limits"].values()) == offered.get("GPU", 0)
+
+
 @pytest.mark.tour("submit/")
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(1, 8)), min_size=1, max_size=8))
 @settings(max_examples=60)
@@ -177,7 +198,7 @@ def test_the_verb_writes_to_standard_output(capsys: pytest.CaptureFixture[str]) 
     assert run(["submit", file, "--to", "slurm", "--", "python", "train.py", "--steps", "3"]) == 0
     assert "train.py --steps 3" in capsys.readouterr().out
     assert run(["submit", file, "--to", "pbs", "--", "python", "train.py"]) == 2
-    assert "one of slurm, jobset, trainjob" in capsys.readouterr().err
+    assert "one of slurm, jobset, trainjob, raycluster" in capsys.readouterr().err
 
 
 @pytest.fixture

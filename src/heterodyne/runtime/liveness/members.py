@@ -6,7 +6,8 @@ import json
 import os
 import socket
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import psutil
@@ -20,20 +21,36 @@ class Member:
 
     Args:
         machine: equal for two workers if and only if each can see the other's process by its number.
+        world_size: how many workers it expects.
+        listens: an address and a port where it listens while the workers meet.
+        software: the versions of what it runs.
     """
 
     rank: int
     host: str
     pid: int
     machine: str
+    world_size: int = 0
+    listens: str = ""
+    software: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def myself(cls, rank: int) -> Member:
-        return cls(rank=rank, host=socket.gethostname(), pid=os.getpid(), machine=_machine())
+    def myself(cls, rank: int, *, world_size: int, listens: str, software: Mapping[str, str]) -> Member:
+        return cls(
+            rank=rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            machine=_machine(),
+            world_size=world_size,
+            listens=listens,
+            software=dict(software),
+        )
 
     @classmethod
     def load(cls, text: str | bytes) -> Member:
-        return cls(**json.loads(text))
+        """Return the member of an entry, which another version of this package may have written."""
+        known = {of.name for of in fields(cls)}
+        return cls(**{name: value for name, value in json.loads(text).items() if name in known})
 
     def dump(self) -> str:
         return json.dumps(asdict(self))

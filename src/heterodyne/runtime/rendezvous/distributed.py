@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,6 +22,8 @@ from heterodyne.runtime.liveness.signing import SignedStore
 from heterodyne.runtime.liveness.watchdog import Watchdog
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
 from heterodyne.runtime.rendezvous.file_handles import TOO_MANY_OPEN, require_file_handles
+from heterodyne.runtime.rendezvous.interfaces import listening, require_interfaces, require_reachable
+from heterodyne.runtime.rendezvous.software import REQUIRED, software, unlike
 from heterodyne.runtime.rendezvous.store import RunStore, open_store
 from heterodyne.runtime.rendezvous.waiting import Waiting
 
@@ -53,6 +55,7 @@ def init_distributed(
     device_id: torch.device | None = None,
     timeout_s: float = 300.0,
     limits: WatchLimits | None = None,
+    required: Collection[str] = REQUIRED,
 ) -> Iterator[WorkerSession]:
     """Connect this worker with the others while the block runs, under a watchdog.
 
@@ -63,9 +66,11 @@ def init_distributed(
         backend: as torch names it: ``gloo``, ``nccl``, ``cpu:gloo,cuda:nccl``.
         device_id: binds NCCL to this rank's device.
         timeout_s: how long to wait for ranks that have not come.
+        required: the software of which all ranks must have one version.
 
     Raises:
-        WorkerError: a rank came twice or never, a peer died or hangs, or this process may open too few files.
+        WorkerError: a rank came twice or never, expects another number of ranks or has other software, hosts do not reach each
+            other, a peer died or hangs, or this process may open too few files.
     """
     if dist.is_initialized():
         raise WorkerError(
@@ -75,10 +80,11 @@ def init_distributed(
         )
     require_file_handles(environment.world_size, to_standard_error if environment.rank == 0 else lambda _: None)
     limits = limits or WatchLimits()
-    with open_store(environment, timeout_s=timeout_s) as run_store:
+    with open_store(environment, timeout_s=timeout_s) as run_store, listening() as listens:
         store = run_store.store
         signed = run_store.signed(timeout_s=_STORE_S)
-        members = _meet(signed, environment, timeout_s=timeout_s, linger_s=limits.publish_s)
+        me = Member.myself(environment.rank, world_size=environment.world_size, listens=listens, software=software())
+        members = _meet(signed, me, environment, required, timeout_s=timeout_s, linger_s=limits.publish_s)
         with Watchdog(
             signed,
             rank=environment.rank,
@@ -87,6 +93,8 @@ def init_distributed(
             is_connected=run_store.is_connected,
         ) as watchdog:
             try:
+                require_interfaces(me)
+                require_reachable(signed, members, me)
                 dist.init_process_group(
                     backend,
                     store=PrefixStore("process_group", store),
@@ -171,11 +179,14 @@ def _farewell(run_store: RunStore, environment: WorkerEnvironment, members: tupl
 # A rank that two workers claim, and a rank that nobody claims, are told with names instead of a hanging start.
 _POLL_S = 0.1
 _CONFLICT = "conflict"
+_MOST_NAMED = 8
 
 
 def _meet(
     store: SignedStore,
+    me: Member,
     environment: WorkerEnvironment,
+    required: Collection[str],
     *,
     timeout_s: float,
     linger_s: float = 2.0,
@@ -186,24 +197,29 @@ def _meet(
         linger_s: how long the worker that keeps the store stays after a failed start, to let the others read why.
 
     Raises:
-        WorkerError: the rank is claimed already, or ranks are missing when the time is over; every worker that waits
+        WorkerError: the rank is claimed already, ranks are missing when the time is over, or are not alike; every worker that waits
             raises it.
     """
-    me = Member.myself(environment.rank)
     holder = Member.load(store.set_first(f"rank/{me.rank}", me.dump()))
     if holder != me:
-        text = f"rank {me.rank} is claimed twice: by {holder} and by {me}; give each worker its own RANK"
+        text = (
+            f"rank {me.rank} is claimed twice: by {holder} and by {me}; give each worker its own RANK (torchrun: each host its own "
+            "--node-rank)"
+        )
         store.set_first(_CONFLICT, Failure(rank=me.rank, host=me.host, text=text).dump())
         raise WorkerError(text, rank=me.rank, host=me.host)
     try:
-        return _wait_for_all(store, environment, Waiting(timeout_s, say=to_standard_error if me.rank == 0 else None))
+        waiting = Waiting(timeout_s, say=to_standard_error if me.rank == 0 else None)
+        return _wait_for_all(store, me, environment, required, waiting)
     except WorkerError:
         if me.rank == 0:
             time.sleep(linger_s)
         raise
 
 
-def _wait_for_all(store: SignedStore, environment: WorkerEnvironment, waiting: Waiting) -> tuple[Member, ...]:
+def _wait_for_all(
+    store: SignedStore, me: Member, environment: WorkerEnvironment, required: Collection[str], waiting: Waiting
+) -> tuple[Member, ...]:
     """Raises WorkerError."""
     missing = list(range(environment.world_size))
     try:
@@ -211,12 +227,16 @@ def _wait_for_all(store: SignedStore, environment: WorkerEnvironment, waiting: W
             if (conflict := store.get(_CONFLICT)) is not None:
                 failure = Failure.load(conflict)
                 raise WorkerError(failure.text, rank=failure.rank, host=failure.host)
-            members = store.get_all([f"rank/{rank}" for rank in range(environment.world_size)])
-            missing = [rank for rank, member in enumerate(members) if member is None]
+            entries = store.get_all([f"rank/{rank}" for rank in range(environment.world_size)])
+            members = tuple(Member.load(entry) for entry in entries if entry is not None)
+            if (contradiction := next(_contradictions(me, members, required), None)) is not None:
+                store.set_first(_CONFLICT, contradiction.dump())
+                continue
+            missing = [rank for rank, entry in enumerate(entries) if entry is None]
             if not missing:
-                return tuple(Member.load(member) for member in members if member is not None)
-            if waiting.is_over(f"waiting for {_ranks(missing)} of {environment.world_size} to start"):
-                store.set_first(_CONFLICT, _never_came(missing, environment.world_size, waiting.most_s).dump())
+                return members
+            if waiting.is_over(f"waiting for {_ranks(missing)} of {environment.world_size} to start; {_here(members)}"):
+                store.set_first(_CONFLICT, _never_came(missing, members, environment, waiting.most_s).dump())
             time.sleep(_POLL_S)
     except WorkerError:
         raise
@@ -228,12 +248,43 @@ def _wait_for_all(store: SignedStore, environment: WorkerEnvironment, waiting: W
         ) from error
 
 
-def _never_came(missing: Sequence[int], world_size: int, timeout_s: float) -> Failure:
+def _contradictions(me: Member, members: Sequence[Member], required: Collection[str]) -> Iterator[Failure]:
+    """Yield what other members have that cannot be if all are to train one model."""
+    for other in members:
+        rank, host = max((me.rank, me.host), (other.rank, other.host))
+        for name, version, of_other in unlike(me.software, other.software):
+            if name in required:
+                text = (
+                    f"{me} has {name} {version}, and {other} has {of_other}: install one state of {name} on both hosts, or they would "
+                    "compute different things"
+                )
+                yield Failure(rank=rank, host=host, text=text)
+        if other.world_size != me.world_size:
+            text = (
+                f"{me} expects {me.world_size} workers, and {other} expects {other.world_size}: give all the same WORLD_SIZE (torchrun: "
+                "the same --nnodes, and each host the number of its own devices as --nproc-per-node)"
+            )
+            yield Failure(rank=rank, host=host, text=text)
+
+
+def _never_came(
+    missing: Sequence[int], members: Sequence[Member], environment: WorkerEnvironment, timeout_s: float
+) -> Failure:
     text = (
-        f"{_ranks(missing)} of {world_size} never came within {timeout_s:.0f} s: "
-        "start one worker for each rank, and see the logs of those that are missing"
+        f"{_ranks(missing)} of {environment.world_size} never came within {timeout_s:.0f} s ({_here(members)}): start one worker for each "
+        f"rank, and see the logs of those that are missing, and whether their hosts reach {environment.master_address} at port "
+        f"{environment.master_port}"
     )
     return Failure(rank=missing[0], host=None, text=text)
+
+
+def _here(members: Sequence[Member]) -> str:
+    """Return which hosts have come, with their ranks."""
+    hosts: dict[str, list[int]] = {}
+    for member in members:
+        hosts.setdefault(member.host, []).append(member.rank)
+    told = [f"{_ranks(ranks[:_MOST_NAMED])} on {host}" for host, ranks in hosts.items()]
+    return f"here are {', '.join(told[:_MOST_NAMED])}{', ...' if len(told) > _MOST_NAMED else ''}"
 
 
 def _ranks(numbers: Sequence[int]) -> str:

@@ -1,7 +1,7 @@
 """The one place that reads from the environment who this worker is and where the workers meet.
 
-The variables are those of `torchrun`; our launcher and the emulator set the same ones. Those of Slurm's ``srun``, and of ``mpirun`` (Open
-MPI; MPICH and Intel MPI by Hydra), are read where there are none.
+The launcher that is nearest to the process decides. `torchrun` is, and whatever sets its variables: our launchers, the emulator, Ray,
+Kubeflow. Then ``mpirun`` (Open MPI; MPICH and Intel MPI by Hydra), whose daemons Slurm may have started; then Slurm's ``srun``.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from heterodyne.errors import WorkerError
 from heterodyne.secret_names import SECRET_VARIABLE
@@ -18,11 +19,36 @@ from heterodyne.secret_names import SECRET_VARIABLE
 __all__ = ["SECRET_VARIABLE", "WorkerEnvironment"]
 
 _SHORTEST_SECRET = 16
-_MPI = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+_HOW_TO_MEET = (
+    "MASTER_ADDR is the host of rank 0 as the others reach it ('hostname -f' there prints it), MASTER_PORT a port that is free there, "
+    "29500 say, and both are the same for all workers"
 )
-"""Rank, number of ranks, and the same on one machine: of Open MPI, and of Hydra."""
+
+
+class _Launcher(NamedTuple):
+    """The variables of a launcher. ``node_ranks``: any of them; ``job``: any that differs between jobs of a machine."""
+
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+    node_ranks: tuple[str, ...] = ()
+    job: tuple[str, ...] = ()
+
+
+_TORCHRUN = _Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", ("GROUP_RANK", "NODE_RANK"))
+_OPEN_MPI = _Launcher(
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+)
+_HYDRA = _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", job=("PMI_PORT",))
+_SLURM = _Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_GTIDS", ("SLURM_NODEID",))
+_PMI = _Launcher("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", job=("PALS_APID",))
+_OTHERS = (_OPEN_MPI, _HYDRA, _SLURM, _PMI)
+"""Those beside torchrun, the nearest to the process first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +80,7 @@ class WorkerEnvironment:
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> WorkerEnvironment | None:
-        """Return what the launcher said, or None if no launcher started this process.
+        """Return what the launcher said, or None if none started this process as one of several, so that it may start workers itself.
 
         Args:
             variables: the environment; None: that of the process.
@@ -63,94 +89,76 @@ class WorkerEnvironment:
             WorkerError: the variables contradict each other, some are missing, or one is not a number.
         """
         given = os.environ if variables is None else variables
-        if "RANK" not in given and "WORLD_SIZE" not in given:
-            return cls._of_slurm(given) or cls._of_mpi(given)
-        needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        missing = [name for name in needed if name not in given]
-        if missing:
-            present = ", ".join(f"{name}={given[name][:40]!r}" for name in needed if name in given)
-            raise WorkerError(
-                f"the environment has {present} but not {', '.join(missing)}; start the workers with torchrun or "
-                "heterodyne, or set all four"
-            )
-        world_size = _number(given, "WORLD_SIZE", low=1)
-        rank = _number(given, "RANK", low=0, below=("WORLD_SIZE", world_size))
-        local_rank = _number(given, "LOCAL_RANK", low=0, below=("WORLD_SIZE", world_size), default=0)
-        local_world_size = _number(given, "LOCAL_WORLD_SIZE", low=local_rank + 1, default=local_rank + 1)
+        by = _launcher_of(given)
+        if by is None or (by is not _TORCHRUN and _number(given, by.world_size, low=1) == 1):
+            return None
+        world_size = _number(given, by.world_size, low=1)
+        rank = _number(given, by.rank, low=0, below=(by.world_size, world_size))
+        local_rank = _number(given, by.local_rank, low=0, below=(by.world_size, world_size), default=0)
+        # Slurm lists the ranks of the node.
+        local = (
+            given
+            if by is not _SLURM
+            else {by.local_world_size: str(len(given.get(by.local_world_size, "").split(",")))}
+        )
+        local_world_size = _number(local, by.local_world_size, low=local_rank + 1, default=local_rank + 1)
         if local_world_size > world_size:
-            raise WorkerError(f"LOCAL_WORLD_SIZE={local_world_size} must be at most WORLD_SIZE={world_size}")
+            raise WorkerError(f"{by.local_world_size}={local_world_size} must be at most {by.world_size}={world_size}")
+        node_rank = next((name for name in by.node_ranks if name in given), "")
+        address, port = _meeting_point(given, by, alone=local_world_size == world_size)
         return cls(
             rank=rank,
             world_size=world_size,
             local_rank=local_rank,
             local_world_size=local_world_size,
-            master_address=given["MASTER_ADDR"],
-            master_port=_number(given, "MASTER_PORT", low=1, below=("the number of ports", 65_536)),
-            node_rank=_number(given, "GROUP_RANK", low=0, default=0),
-            store_is_hosted=given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            attempt=_number(given, "TORCHELASTIC_RESTART_COUNT", low=0, default=0),
+            master_address=address,
+            master_port=_number(given, "MASTER_PORT", low=1, below=("the number of ports", 65_536), default=port),
+            node_rank=_number(given, node_rank, low=0, default=0),
+            store_is_hosted=by is _TORCHRUN and given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=_number(given, "TORCHELASTIC_RESTART_COUNT", low=0, default=0) if by is _TORCHRUN else 0,
             secret=_secret(given),
         )
 
-    @classmethod
-    def _of_slurm(cls, given: Mapping[str, str]) -> WorkerEnvironment | None:
-        """One task of several that ``srun`` started; None for a single task, which may start workers itself.
 
-        The first node of the step is where the workers meet, at a port that follows from the number of the step.
-        """
-        if "SLURM_STEP_ID" not in given or _number(given, "SLURM_STEP_NUM_TASKS", low=1, default=1) == 1:
-            return None
-        world_size = _number(given, "SLURM_STEP_NUM_TASKS", low=1)
-        node_rank = _number(given, "SLURM_NODEID", low=0, default=0)
-        local_rank = _number(given, "SLURM_LOCALID", low=0, default=0)
-        step = _number(given, "SLURM_JOB_ID", low=0, default=0) + _number(given, "SLURM_STEP_ID", low=0)
-        return cls(
-            rank=_number(given, "SLURM_PROCID", low=0, below=("SLURM_STEP_NUM_TASKS", world_size)),
-            world_size=world_size,
-            local_rank=local_rank,
-            local_world_size=_tasks_of_node(given.get("SLURM_STEP_TASKS_PER_NODE", str(local_rank + 1)), node_rank),
-            node_rank=node_rank,
-            master_address=given.get("MASTER_ADDR") or _first_node(given.get("SLURM_STEP_NODELIST", "localhost")),
-            master_port=_number(
-                given, "MASTER_PORT", low=1, below=("the number of ports", 65_536), default=20_000 + step % 10_000
-            ),
-            secret=_secret(given),
-        )
-
-    @classmethod
-    def _of_mpi(cls, given: Mapping[str, str]) -> WorkerEnvironment | None:
-        """One process of several that ``mpirun`` started; None for a single one.
-
-        MPI does not say where rank 0 is: on several machines MASTER_ADDR does. The port of one machine follows from the name of the job.
-        """
-        known = next((names for names in _MPI if names[0] in given and names[1] in given), None)
-        if known is None or _number(given, known[1], low=1) == 1:
-            return None
-        rank_name, size_name, local_rank_name, local_size_name = known
-        world_size = _number(given, size_name, low=1)
-        local_rank = _number(given, local_rank_name, low=0, default=0)
-        local_size = _number(given, local_size_name, low=local_rank + 1, default=local_rank + 1)
-        if "MASTER_ADDR" not in given and local_size != world_size:
+def _launcher_of(given: Mapping[str, str]) -> _Launcher | None:
+    """Return the launcher that started this process; None for none. Raises WorkerError for one that does not say enough."""
+    if _TORCHRUN.rank in given or _TORCHRUN.world_size in given:
+        needed = (_TORCHRUN.rank, _TORCHRUN.world_size, "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in needed if name not in given]
+        if missing:
+            present = ", ".join(f"{name}={given[name][:40]!r}" for name in needed if name in given)
             raise WorkerError(
-                f"mpirun started {world_size} processes on several machines, and none knows where rank 0 is; pass its host and a free port "
-                "to all: mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 (MPICH: -genv MASTER_ADDR HOST -genv MASTER_PORT 29500)"
+                f"the environment has {present} but not {', '.join(missing)}; start the workers with torchrun or heterodyne, or set all "
+                f"four: {_HOW_TO_MEET}"
             )
-        job = given.get("PMIX_NAMESPACE") or given.get("OMPI_MCA_ess_base_jobid") or given.get("PMI_PORT", "")
-        return cls(
-            rank=_number(given, rank_name, low=0, below=(size_name, world_size)),
-            world_size=world_size,
-            local_rank=local_rank,
-            local_world_size=local_size,
-            master_address=given.get("MASTER_ADDR", "localhost"),
-            master_port=_number(
-                given,
-                "MASTER_PORT",
-                low=1,
-                below=("the number of ports", 65_536),
-                default=20_000 + zlib.crc32(job.encode()) % 10_000,
-            ),
-            secret=_secret(given),
+        return _TORCHRUN
+    found = next((by for by in _OTHERS if {by.rank, by.world_size, by.local_rank} <= given.keys()), None)
+    unknown = next((name for name in ("PMIX_RANK", "PMI_RANK") if name in given), None)
+    if found is None and unknown is not None and given.get("PMI_SIZE") != "1":
+        raise WorkerError(
+            f"{unknown}={given[unknown][:40]!r} says that this is one of several processes, and no variable says of how many, or which of "
+            f"its machine: start them with mpirun, srun or torchrun, or set RANK, WORLD_SIZE and LOCAL_RANK, and with them MASTER_ADDR "
+            f"and MASTER_PORT: {_HOW_TO_MEET}"
         )
+    return found
+
+
+def _meeting_point(given: Mapping[str, str], by: _Launcher, *, alone: bool) -> tuple[str, int]:
+    """Return the host where workers meet, and the port unless MASTER_PORT says it, which follows from the job. Raises WorkerError.
+
+    ``alone``: all workers are on this machine.
+    """
+    address = given.get("MASTER_ADDR")
+    if by is _SLURM:
+        step = _number(given, "SLURM_JOB_ID", low=0, default=0) + _number(given, "SLURM_STEP_ID", low=0, default=0)
+        return address or _first_node(given), 20_000 + step % 10_000
+    if address is None and not alone:
+        raise WorkerError(
+            f"mpirun started {given[by.world_size]} processes on several machines, and none knows where rank 0 is; pass its host and a "
+            "free port to all: mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 (MPICH: -genv MASTER_ADDR HOST -genv MASTER_PORT 29500)"
+        )
+    job = next((given[name] for name in by.job if name in given), "")
+    return address or "localhost", 20_000 + zlib.crc32(job.encode()) % 10_000
 
 
 def _secret(given: Mapping[str, str]) -> str:
@@ -166,27 +174,33 @@ def _secret(given: Mapping[str, str]) -> str:
     return secret
 
 
-def _first_node(nodes: str) -> str:
-    """Return the first of Slurm's list of nodes: ``gpu[03-07,9],cpu1`` gives ``gpu03``."""
-    name, bracket, inside = nodes.partition("[")
-    if not bracket or "," in name:
-        return nodes.partition(",")[0]
-    return name + re.split(r"[-,\]]", inside)[0]
+def _first_node(given: Mapping[str, str]) -> str:
+    """Return the host of task 0 of a step of Slurm. Raises WorkerError.
 
-
-def _tasks_of_node(counts: str, node_rank: int) -> int:
-    """Return the tasks of a node in Slurm's list of those of each: ``2(x3),1`` has 2 for the first three and 1 for the next. Raises
-    WorkerError.
+    The list of a step over several components of a heterogeneous job is sorted by name; the tasks are in the order of the components.
     """
-    nodes = 0
-    for part in counts.split(","):
-        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
-        if match is None:
-            raise WorkerError(f"SLURM_STEP_TASKS_PER_NODE={counts[:200]!r} is not a list such as 2(x3),1")
-        nodes += int(match[2] or 1)
-        if node_rank < nodes:
-            return int(match[1])
-    raise WorkerError(f"SLURM_STEP_TASKS_PER_NODE={counts[:200]!r} has {nodes} nodes, and SLURM_NODEID is {node_rank}")
+    of_step = list(_nodes(given.get("SLURM_STEP_NODELIST", "localhost")))
+    components = _number(given, "SLURM_HET_SIZE", low=1, default=1)
+    lists = [given.get(f"SLURM_JOB_NODELIST_HET_GROUP_{number}", "") for number in range(components)]
+    first = of_step[:1] if components == 1 else [node for of in lists for node in _nodes(of) if node in set(of_step)]
+    if not first:
+        raise WorkerError(
+            f"SLURM_STEP_NODELIST={given.get('SLURM_STEP_NODELIST', '')[:200]!r}, and no SLURM_JOB_NODELIST_HET_GROUP_n of the "
+            f"{components} components says which of these is first: start srun in a job of sbatch or salloc, or export MASTER_ADDR. "
+            f"{_HOW_TO_MEET}"
+        )
+    return first[0]
+
+
+def _nodes(listed: str) -> Iterator[str]:
+    """Yield the nodes of Slurm's list of them, in its order: ``gpu[03-04,9],cpu1`` gives gpu03, gpu04, gpu9 and cpu1."""
+    for name, inside, after in re.findall(r"([^\[\],]+)(?:\[([^\]]*)\])?([^\[\],]*)", listed):
+        for part in inside.split(","):
+            low, _, high = part.partition("-")
+            if low.isdigit() and high.isdigit():
+                yield from (f"{name}{number:0{len(low)}}{after}" for number in range(int(low), int(high) + 1))
+            else:
+                yield f"{name}{part}{after}"
 
 
 def _number(

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar, cast
 
-from heterodyne.runtime.rendezvous.run_secret import HandshakeError, as_client, as_server
+from heterodyne.runtime.rendezvous.run_secret import HandshakeError, SilentError, as_client, as_server
 from heterodyne.runtime.rendezvous.store_port import LOOPBACK, StorePort, is_own
 
 __all__ = ["Gateway", "StoreDoor", "Tunnel"]
@@ -236,6 +236,7 @@ class Tunnel(_Listener):
         return self._none_open.wait(seconds)
 
     async def _through(self) -> Streams:
+        reader = None
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
                 reader, writer = await self._connected(host=self._where[0], port=self._where[1])
@@ -244,8 +245,10 @@ class Tunnel(_Listener):
                 except BaseException:
                     writer.close()
                     raise
-        except TimeoutError as error:
-            raise HandshakeError(f"what listens there does not answer within {_HANDSHAKE_S:.0f} s") from error
+        except TimeoutError:
+            if reader is None:
+                raise SilentError("its host is not up, or a firewall drops what is sent there") from None
+            raise HandshakeError(f"what listens there does not answer within {_HANDSHAKE_S:.0f} s") from None
         return reader, writer
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from heterodyne.errors import WorkerError
 from heterodyne.runtime.rendezvous.environment import SECRET_VARIABLE
 
-__all__ = ["GREETING", "HandshakeError", "SecretError", "as_client", "as_server", "secret_of_user"]
+__all__ = ["GREETING", "HandshakeError", "SecretError", "SilentError", "as_client", "as_server", "secret_of_user"]
 
 GREETING = b"heterodyne store 2\n"
 _NONCE = 32
@@ -27,6 +27,10 @@ _MAC = 32
 
 class HandshakeError(Exception):
     """The other end is no program of this library, or it gave up."""
+
+
+class SilentError(HandshakeError):
+    """Nothing is there: not even a port that is closed."""
 
 
 class SecretError(HandshakeError):

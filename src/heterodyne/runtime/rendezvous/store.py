@@ -27,7 +27,7 @@ from heterodyne.processes import to_standard_error
 from heterodyne.runtime.liveness.signing import SignedStore
 from heterodyne.runtime.rendezvous.environment import SECRET_VARIABLE, WorkerEnvironment
 from heterodyne.runtime.rendezvous.gateway import Gateway, StoreDoor, Tunnel
-from heterodyne.runtime.rendezvous.run_secret import HandshakeError, SecretError, secret_of_user
+from heterodyne.runtime.rendezvous.run_secret import HandshakeError, SecretError, SilentError, secret_of_user
 from heterodyne.runtime.rendezvous.store_port import LOOPBACK, StorePort, is_loopback, listening_socket
 from heterodyne.runtime.rendezvous.waiting import WAITING_EVERY_S, Waiting
 
@@ -196,6 +196,8 @@ class _Opening:
             try:
                 tunnel.knock()
                 return self.of_this_meeting(self._client(LOOPBACK, tunnel.port), tunnel)
+            except SilentError as error:
+                self._wait(f"at {self.where}, where nothing answers: {error}")
             except HandshakeError as error:
                 # Another run may be about to leave the port, and a gateway under a flood may not have answered.
                 refused_at = refused_at or time.monotonic()
@@ -225,7 +227,7 @@ class _Opening:
                 f"rank {rank} on {socket.gethostname()} found nobody at MASTER_ADDR:MASTER_PORT "
                 f"{self.where} for {self._waiting.most_s:.0f} s: rank 0 never came, or the address or a firewall is wrong",
                 rank=0,
-            )
+            ) from None
         time.sleep(_POLL_S)
 
     def _answers(self) -> bool:
