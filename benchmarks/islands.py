@@ -21,7 +21,7 @@ from results import Results, arguments, spread
 HERE = Path(__file__).resolve()
 TURNS, IN_ORDER = (0, 1, 0, 1, 0, 2), (0, 0, 0, 1, 1, 2)
 MEGABIT = 125_000.0
-LATENCY_S = 0.001
+LATENCY_S = 0.0002
 
 
 @dataclass(frozen=True, kw_only=True)

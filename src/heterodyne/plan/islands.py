@@ -128,17 +128,27 @@ def shares_by_link(bandwidths: Sequence[float]) -> tuple[float, ...]:
     return tuple(each / sum(found) for each in found)
 
 
-def all_reduce(islands: Islands, elements: int, shares: Sequence[float], most: int, pieces: int = 1) -> Program:
+def all_reduce(
+    islands: Islands,
+    elements: int,
+    shares: Sequence[float],
+    most: int,
+    pieces: int = 1,
+    one_link: Sequence[bool] | None = None,
+) -> Program:
     """Return the steps of an all-reduce.
 
     Args:
         shares: of homes, of each island.
         most: elements of a message between islands.
         pieces: in how many parts it is carried out.
+        one_link: of each island, whether all its ranks share one link to others: then the first sends and receives for all, since several
+            would only hold each other up. None: of none.
     """
     found = []
+    alone = one_link or [False] * len(islands)
     for low, high in pairwise(elements * piece // pieces for piece in range(pieces + 1)):
-        held = [equal_ranges(low, high, len(ranks)) for ranks in islands]
+        held = [_held(low, high, len(ranks), one) for ranks, one in zip(islands, alone, strict=True)]
         homes = [low, *(low + round((high - low) * min(1.0, reached)) for reached in accumulate(shares))]
         segments = _segments(islands, held, list(pairwise([*homes[:-1], high])), most)
         transfers = [transfer for segment in segments for transfer in (*segment.sums(), *segment.totals())]
@@ -147,14 +157,22 @@ def all_reduce(islands: Islands, elements: int, shares: Sequence[float], most: i
     return tuple(found)
 
 
-def all_gather(islands: Islands, ranges: Sequence[Range], most: int, bandwidths: Sequence[float]) -> Program:
+def all_gather(
+    islands: Islands,
+    ranges: Sequence[Range],
+    most: int,
+    bandwidths: Sequence[float],
+    one_link: Sequence[bool] | None = None,
+) -> Program:
     """Return the steps of an all-gather of unequal ranges: directly to each island, or along a chain, whichever leaves the slowest link
     less to do.
 
     Args:
         ranges: of each rank, one after the other.
         bandwidths: of the link of each island, in any unit.
+        one_link: see `all_reduce`.
     """
+    alone = one_link or [False] * len(islands)
 
     def program(way: Callable[[_Segment], list[Transfer]]) -> Program:
         inside: list[Inside] = []
@@ -163,7 +181,7 @@ def all_gather(islands: Islands, ranges: Sequence[Range], most: int, bandwidths:
             held = [
                 tuple(_within(ranges[rank], low, high) for rank in ranks)
                 if number == home
-                else equal_ranges(low, high, len(ranks))
+                else _held(low, high, len(ranks), alone[number])
                 for number, ranks in enumerate(islands)
             ]
             inside.append(Inside(low, high, tuple(held)))
@@ -177,9 +195,15 @@ def all_gather(islands: Islands, ranges: Sequence[Range], most: int, bandwidths:
     return min((program(each) for each in (_Segment.totals, _Segment.along)), key=slowest)
 
 
-def reduce_scatter(islands: Islands, ranges: Sequence[Range], most: int, bandwidths: Sequence[float]) -> Program:
+def reduce_scatter(
+    islands: Islands,
+    ranges: Sequence[Range],
+    most: int,
+    bandwidths: Sequence[float],
+    one_link: Sequence[bool] | None = None,
+) -> Program:
     """Return the steps of a reduce-scatter of unequal ranges: those of the all-gather, backwards."""
-    (piece,) = all_gather(islands, ranges, most, bandwidths)
+    (piece,) = all_gather(islands, ranges, most, bandwidths, one_link)
     segments = (list(of) for _, of in groupby(piece.transfers, key=lambda transfer: transfer.start))
     back = [Transfer(t.start, t.stop, t.target, t.source, adds=True) for of in segments for t in reversed(of)]
     return (Piece(piece.down, tuple(back), ()),)
@@ -198,6 +222,11 @@ def passed(program: Program, islands: Islands) -> list[tuple[int, int]]:
 def equal_ranges(low: int, high: int, ranks: int) -> tuple[Range, ...]:
     """Return the elements ``[low, high)`` in equal ranges."""
     return tuple(pairwise(low + (high - low) * place // ranks for place in range(ranks + 1)))
+
+
+def _held(low: int, high: int, ranks: int, one: bool) -> tuple[Range, ...]:
+    """Return what each rank of an island holds: an equal range, or the first one everything."""
+    return ((low, high), *((high, high),) * (ranks - 1)) if one else equal_ranges(low, high, ranks)
 
 
 def _segments(islands: Islands, held: Sequence[Sequence[Range]], homes: Sequence[Range], most: int) -> list[_Segment]:

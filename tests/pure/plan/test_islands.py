@@ -35,6 +35,7 @@ class Case(NamedTuple):
     ranges: list[Range]
     bandwidths: list[float]
     most: int
+    one_link: list[bool]
 
 
 @st.composite
@@ -46,7 +47,8 @@ def cases(draw: st.DrawFn) -> Case:
     ends = np.cumsum([0, *lengths]).tolist()
     bandwidths = draw(st.lists(st.floats(0.05, 20.0), min_size=len(islands), max_size=len(islands)))
     placed = [sorted(order[rank] for rank in ranks) for ranks in islands]
-    return Case(placed, list(itertools.pairwise(ends)), bandwidths, draw(st.integers(1, 40)))
+    one_link = draw(st.lists(st.booleans(), min_size=len(islands), max_size=len(islands)))
+    return Case(placed, list(itertools.pairwise(ends)), bandwidths, draw(st.integers(1, 40)), one_link)
 
 
 def numbered(sizes: list[int]) -> list[list[int]]:
@@ -101,37 +103,38 @@ def test_an_all_reduce_gives_each_rank_the_sums_of_all(
         st.lists(st.floats(0, 1), min_size=len(sizes), max_size=len(sizes)).filter(lambda s: sum(s) > 0.1)
     )
     values = random_values(sum(sizes), elements)
-    program = all_reduce(islands, elements, [share / sum(drawn) for share in drawn], most, pieces)
+    one_link = data.draw(st.lists(st.booleans(), min_size=len(sizes), max_size=len(sizes)))
+    program = all_reduce(islands, elements, [share / sum(drawn) for share in drawn], most, pieces, one_link)
     assert (carried_out(program, islands, values) == values.sum(0)).all()
     assert all(0 < t.stop - t.start <= most for piece in program for t in piece.transfers)
 
 
 @given(cases())
 def test_an_all_gather_gives_each_rank_the_range_of_each(case: Case) -> None:
-    islands, ranges, bandwidths, most = case
+    islands, ranges, bandwidths, most, one_link = case
     values = random_values(len(ranges), ranges[-1][1])
     wanted = np.concatenate([values[rank, start:stop] for rank, (start, stop) in enumerate(ranges)])
-    found = carried_out(all_gather(islands, ranges, most, bandwidths), islands, values)
+    found = carried_out(all_gather(islands, ranges, most, bandwidths, one_link), islands, values)
     assert (found == wanted).all()
 
 
 @given(cases())
 def test_a_reduce_scatter_gives_each_rank_the_sums_of_its_range(case: Case) -> None:
-    islands, ranges, bandwidths, most = case
+    islands, ranges, bandwidths, most, one_link = case
     values = random_values(len(ranges), ranges[-1][1])
-    found = carried_out(reduce_scatter(islands, ranges, most, bandwidths), islands, values)
+    found = carried_out(reduce_scatter(islands, ranges, most, bandwidths, one_link), islands, values)
     for rank, (start, stop) in enumerate(ranges):
         assert (found[rank, start:stop] == values[:, start:stop].sum(0)).all()
 
 
 @given(cases())
 def test_each_island_gets_once_what_others_have(case: Case) -> None:
-    islands, ranges, bandwidths, most = case
+    islands, ranges, bandwidths, most, one_link = case
     whole = ranges[-1][1]
     own = [sum(ranges[rank][1] - ranges[rank][0] for rank in ranks) for ranks in islands]
-    gathered = passed(all_gather(islands, ranges, most, bandwidths), islands)
+    gathered = passed(all_gather(islands, ranges, most, bandwidths, one_link), islands)
     assert [received for _, received in gathered] == [whole - each for each in own]
-    scattered = passed(reduce_scatter(islands, ranges, most, bandwidths), islands)
+    scattered = passed(reduce_scatter(islands, ranges, most, bandwidths, one_link), islands)
     assert [sent for sent, _ in scattered] == [whole - each for each in own]
 
 

@@ -167,7 +167,8 @@ class Communicator:
             latency_s = max(of[rank].latency_s for rank in ranks)
         place_of = {rank: place for place, rank in enumerate(ranks)}
         places = [[place_of[rank] for rank in island] for island in islands]
-        return Islands(place_of[self.rank], places, group, up, down, links, latency_s)
+        on_host = [self._devices[island[0]].platform == "cpu" for island in islands]
+        return Islands(place_of[self.rank], places, group, up, down, links, latency_s, on_host)
 
     def _inside(self, islands: Sequence[Sequence[int]]) -> tuple[ProcessGroup | None, ProcessGroup | None]:
         """Return the process groups of this rank's island for the way up and down, None for one of one rank. Collective over all ranks.

@@ -1,6 +1,7 @@
 """Collectives among ranks of several islands: programs of `heterodyne.plan.islands`, carried out.
 
-Inside an island parts go by its own library, or through shared memory; between islands they go from host to host, each rank its part.
+Inside an island parts go by its own library, or through shared memory; between islands they go from host to host, each device its part,
+and for the workers on the CPUs of a host one of them everything.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from itertools import accumulate
 from math import sqrt
+from threading import Event
 from typing import Any, NamedTuple, Protocol, Self, cast
 
 import torch
@@ -35,7 +37,7 @@ __all__ = ["Island", "Islands"]
 
 _KEPT = 64  # programs
 _PIECES = 4  # of an all-reduce: what is done inside islands goes on while other pieces are between them
-_ASKED = 2  # segments that a rank asks each source for at a time: one is on its way, one is being added up
+_ASKED = 4  # messages that a rank asks each source for at a time: some are on their way, some are asked for
 
 
 class Island(Protocol):
@@ -56,6 +58,7 @@ class Islands:
             island of one.
         bandwidths: of the link of each island, in bytes a second; None: not known, and taken for alike.
         latency_s: of a message between islands.
+        one_link: of each island, whether all its ranks share one link to others; see `heterodyne.plan.islands.all_reduce`.
     """
 
     def __init__(
@@ -67,8 +70,10 @@ class Islands:
         down: Island | None,
         bandwidths: Sequence[float] | None = None,
         latency_s: float = 0.0,
+        one_link: Sequence[bool] | None = None,
     ) -> None:
         self._place, self._islands, self._group, self._up, self._down = place, islands, group, up, down
+        self._one_link = one_link
         self._bandwidths = bandwidths or [1.0] * len(islands)
         self._latency_bytes = latency_s * min(bandwidths) if bandwidths and latency_s else LATENCY_BYTES
         self._ranks = sum(map(len, islands))
@@ -102,19 +107,19 @@ class Islands:
     def _all_reduce_program(self, elements: int, element_bytes: int) -> Program:
         most = self._most(elements, element_bytes)
         pieces = min(_PIECES, max(1, elements // (most * len(self._islands))))
-        return all_reduce(self._islands, elements, shares_by_link(self._bandwidths), most, pieces)
+        return all_reduce(self._islands, elements, shares_by_link(self._bandwidths), most, pieces, self._one_link)
 
     def _ranges_program(self, of: Callable[..., Program], ranges: Sequence[Range], element_bytes: int) -> Program:
         elements = max(stop for _, stop in ranges)
-        return of(self._islands, ranges, self._most(elements, element_bytes), self._bandwidths)
+        return of(self._islands, ranges, self._most(elements, element_bytes), self._bandwidths, self._one_link)
 
     def _most(self, elements: int, element_bytes: int) -> int:
         """Return of how many elements a message is.
 
-        Messages of c bytes take N / c times what could be sent in one latency, and totals come one message after the sums: least for
-        c = sqrt(N L) where L bytes could be sent in one latency. Fewer than L would not keep a link busy.
+        N bytes in messages of c bytes take N / c latencies, and in the end each of G islands waits for one message of each: least for
+        c = sqrt(N L / G) where L bytes could be sent in one latency. Fewer than L would not keep a link busy.
         """
-        size = max(self._latency_bytes, sqrt(elements * element_bytes * self._latency_bytes) / len(self._islands))
+        size = max(self._latency_bytes, sqrt(elements * element_bytes * self._latency_bytes / len(self._islands)))
         return max(1, round(size / element_bytes))
 
     def _start(self, program: Program, tensor: Tensor, in_order: ThreadPoolExecutor, *, timed: bool) -> Work:
@@ -169,9 +174,8 @@ class _Duties(NamedTuple):
 class _Run:
     """A program on a flat tensor of the host.
 
-    Totals of one piece are waited for when the sums of the next one were added up, so that links are busy in both directions. gloo sends
-    what the receiver has asked for, and a rank asks for few messages at a time. So of several ranks that share a link none keeps the
-    others waiting, and what is asked for does not wait behind what is sent the other way.
+    gloo sends what the receiver has asked for, and a rank asks for few messages at a time. So of several ranks that share a link none keeps
+    the others waiting, and what is asked for does not wait behind what is sent the other way.
     """
 
     def __init__(
@@ -198,22 +202,35 @@ class _Run:
         """Carry out everything but what `finish` does; blocks."""
         self._reduce_inside()
         self._ask_first()
-        for number, duties in enumerate(self._duties):
-            self._summed(number)
-            for message in duties.first:
-                self._send(message)
-        for number in range(len(self._duties) + 1):
-            for message in self._duties[number].in_turn if number < len(self._duties) else ():
-                if message.transfer.target == self._place:
-                    self._receive(message)
-                else:
-                    self._send(message)
-            if number:
-                for message in self._duties[number - 1].last:
-                    self._receive(message, last=True)
-                self._arrived(number - 1)
+        added_up = [Event() for _ in self._duties]
+        with ThreadPoolExecutor(1, thread_name_prefix="islands") as beside:
+            try:
+                rest = beside.submit(self._receive_rest, added_up)
+                for number, duties in enumerate(self._duties):
+                    self._summed(number)
+                    for message in duties.first:
+                        self._send(message)
+                for done, duties in zip(added_up, self._duties, strict=True):
+                    for message in duties.in_turn:
+                        if message.transfer.target == self._place:
+                            self._receive(message)
+                        else:
+                            self._send(message)
+                    done.set()
+            finally:
+                for done in added_up:
+                    done.set()
+            rest.result()
         for work in self._works:
             work.wait()
+
+    def _receive_rest(self, added_up: Sequence[Event]) -> None:
+        """Receive what no other rank waits for: in a thread of its own, since what is added up shall not wait for it."""
+        for number, done in enumerate(added_up):
+            for message in self._duties[number].last:
+                self._receive(message, last=True)
+            done.wait()
+            self._arrived(number)
 
     def finish(self) -> None:
         """Wait for what goes on inside of the island; called by whoever waits for the collective."""
