@@ -20,6 +20,7 @@ from heterodyne.api.rehearsal import rehearse
 from heterodyne.api.session import Session
 from heterodyne.api.settings import Prepared, Settings
 from heterodyne.cluster.profile import Profile
+from heterodyne.cost.collective import Collectives
 from heterodyne.errors import PlanError
 from heterodyne.frontend import Captured, CapturedModel
 from heterodyne.graph.ir import Block, ModelGraph
@@ -65,9 +66,11 @@ def prepare(
     settings = _admitted(session, captured, whole, settings, given, measured=profile is not None)
     planning = _Planning(session=session, captured=captured, whole=whole, settings=settings, given=given)
     if profile is not None:
+        _know_links(session, profile)
         plan, planned = plan_once(session, planning.search, profile, planning.look)
         return planning.prepared(profile, plan, planned)
     profile = measure_everywhere(session, captured, whole, settings, to_plan=True)
+    _know_links(session, profile)
     if given is not None:
         plan, planned, profile = plan_and_try(
             session, planning.search, profile, planning.attempt, look=planning.look, trials=1
@@ -89,6 +92,12 @@ def prepare(
             break
         plan, planned = plan_once(session, partial(search, rehearsed=rehearsed), profile, planning.look)
     return planning.prepared(profile, plan, planned)
+
+
+def _know_links(session: Session, profile: Profile) -> None:
+    """Have collectives over islands follow the links as measured, on every rank alike."""
+    measured = Collectives(cluster=session.cluster, samples=profile.links).to_other_hosts()
+    session.communicator.links = session.communicator.broadcast_object(measured, 0)
 
 
 def _admitted(

@@ -17,7 +17,8 @@ import torch
 from heterodyne.api.script_end import left_with_script
 from heterodyne.arguments import checked_arguments
 from heterodyne.cluster.file import load_cluster
-from heterodyne.cluster.spec import Cluster, Link
+from heterodyne.cluster.spec import Cluster
+from heterodyne.cost.collective import Collectives
 from heterodyne.errors import ClusterError, HeterodyneError
 from heterodyne.measure.discover import discover_cluster
 from heterodyne.printable import printable
@@ -179,7 +180,7 @@ def open_session(
             cluster = _without_leftovers(found)
         else:
             cluster = _as_described(load_cluster(cluster_file), found, Path(cluster_file))
-        communicator.links = _to_other_hosts(cluster)
+        communicator.links = Collectives(cluster=cluster).to_other_hosts()
         yield Session(
             cluster=cluster,
             device=device,
@@ -214,21 +215,6 @@ def _own_device(local_rank: int) -> torch.device:
         torch.accelerator.set_device_index(local_rank)
         return torch.device(kind.type, local_rank)
     return torch.device("cpu")
-
-
-def _to_other_hosts(cluster: Cluster) -> list[Link] | None:
-    """Return the fastest link to another host that the host of each rank has. None where nothing is known of one."""
-    between = [link for link in cluster.links if len(set(link.between)) > 1]
-    fastest = {
-        node: max((link for link in between if node in link.between), key=_bandwidth, default=None)
-        for node in {device.node for device in cluster.devices}
-    }
-    found = [link for device in cluster.devices if (link := fastest[device.node]) is not None]
-    return found if len(found) == len(cluster.devices) else None
-
-
-def _bandwidth(link: Link) -> float:
-    return link.bandwidth_bytes_per_s
 
 
 def _without_leftovers(found: Cluster) -> Cluster:

@@ -14,7 +14,7 @@ from itertools import combinations, pairwise
 from math import sqrt
 
 from heterodyne.cluster.profile import LinkSample
-from heterodyne.cluster.spec import Cluster
+from heterodyne.cluster.spec import Cluster, Link
 from heterodyne.cost.islands import gathered, islands_of, reduced, uplink
 from heterodyne.errors import MeasureError
 from heterodyne.graph.sharding.price import LATENCY_BYTES
@@ -240,6 +240,23 @@ class Collectives:
             latency_s=max(cost.latency_s for of in links for _, cost in of),
             s_per_byte=tuple(uplink([node for node, _ in of], [cost.s_per_byte for _, cost in of]) for of in links),
         )
+
+    def to_other_hosts(self) -> list[Link] | None:
+        """Return the fastest link to another host that the host of each device has; None where nothing is known of one."""
+        first = {device.node: device.id for device in reversed(self.cluster.devices)}  # a device of each node
+        fastest = {}
+        for node, name in first.items():
+            try:
+                costs = {other: self.send(name, far) for other, far in first.items() if other != node}
+            except MeasureError:
+                return None
+            if not costs or not all(cost.s_per_byte for cost in costs.values()):
+                return None
+            to, cost = min(costs.items(), key=lambda each: each[1].s_per_byte)
+            fastest[node] = Link(
+                between=(node, to), bandwidth_bytes_per_s=1 / cost.s_per_byte, latency_s=cost.latency_s
+            )
+        return [fastest[device.node] for device in self.cluster.devices]
 
     def all_reduce(self, devices: Sequence[str]) -> AlphaBeta:
         """An all-reduce among the devices; nothing for one. Raises MeasureError if nothing is known of a link.

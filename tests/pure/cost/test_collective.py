@@ -185,6 +185,20 @@ def test_islands_cost_what_the_closed_form_says() -> None:
     assert found[1].s_per_byte == pytest.approx(4 / 3 / 40e6, rel=1e-3)
 
 
+def test_the_link_of_a_host_is_its_fastest_as_measured() -> None:
+    slow = islands((20e6, 40e6, 80e6), (2, 1, 1))
+    names = [device.id for device in slow.devices]
+    stated = Collectives(cluster=slow).to_other_hosts()
+    assert stated is not None
+    assert [round(link.bandwidth_bytes_per_s) for link in stated] == [20e6, 20e6, 40e6, 40e6]
+    measured = Collectives(cluster=slow, samples=sends(names[0], names[3], 1e-4, 1e-9)).to_other_hosts()
+    assert measured is not None
+    assert measured[0].bandwidth_bytes_per_s == pytest.approx(1e9)
+    assert measured[0].latency_s == pytest.approx(1e-4)
+    assert Collectives(cluster=Cluster(name="bare", devices=slow.devices)).to_other_hosts() is None
+    assert Collectives(cluster=MACHINES).to_other_hosts() is None  # one host
+
+
 def test_ranges_over_islands_pass_each_link_once() -> None:
     """In a reduce-scatter each host sends what belongs to others."""
     alike = islands((40e6,) * 3, (3, 2, 1))
