@@ -100,7 +100,7 @@ def _arrow(flow: Flow, start: tuple[float, float], stop: tuple[float, float], mo
     length = hypot(x1 - x0, y1 - y0)
     along, aside = ((x1 - x0) / length, (y1 - y0) / length), 16.0  # the two directions stand beside each other
     dx, dy = -along[1] * aside, along[0] * aside
-    first, last = _NODE + 6, length - _NODE - 14
+    first, last = _NODE + 6, length - _NODE - 20
     part = flow.bytes / most if flow.busy is None else min(1.0, flow.busy)
     label = byte_size(flow.bytes) + ("" if flow.busy is None else f" · {percent(flow.busy)}")
     at = first + (last - first) * 0.36  # nearer to the sender, so that labels of both directions do not meet
