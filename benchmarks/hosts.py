@@ -36,8 +36,8 @@ class Size:
     budget_s: float
 
 
-FULL = Size(width=256, layers=12, samples=3, length=64, rounds=6, budget_s=60)
-QUICK = Size(width=192, layers=6, samples=3, length=32, rounds=2, budget_s=10)
+FULL = Size(width=256, layers=12, samples=3, length=64, rounds=4, budget_s=30)
+QUICK = Size(width=128, layers=6, samples=1, length=32, rounds=2, budget_s=5)
 
 
 def main() -> int:
