@@ -1,6 +1,6 @@
 """Bytes that hosts send each other in one step: messages between stages, and collectives of gradients and weights.
 
-What the devices of a sharded stage exchange is not counted: plans keep it inside of hosts.
+What the devices of a sharded stage exchange is not counted. Where links are slow, plans keep it inside of hosts.
 """
 
 from __future__ import annotations
