@@ -18,6 +18,8 @@ from statistics import median
 from emulation import in_rounds, ratios, worker_arguments
 from results import Results, arguments, spread
 
+from heterodyne.cost.islands import reduced
+
 HERE = Path(__file__).resolve()
 TURNS, IN_ORDER = (0, 1, 0, 1, 0, 2), (0, 0, 0, 1, 1, 2)
 MEGABIT = 125_000.0
@@ -40,9 +42,11 @@ def main() -> int:
     for name, hosts, bar in (("ranks in turns", TURNS, ">= 3.0"), ("ranks by host", IN_ORDER, ">= 1.15")):
         found = on_hosts(hosts, [200 * MEGABIT] * 3, ["gloo", "islands"], size)
         compared(results, name, found, "gloo", "islands", bar)
+        predicted(results, name, found, [200 * MEGABIT] * 3, size)
     links = [20 * MEGABIT, 40 * MEGABIT, 80 * MEGABIT]
     found = on_hosts(IN_ORDER, links, ["equal homes", "islands"], size)
     compared(results, "links of 20, 40, 80 Mb/s", found, "equal homes", "islands", ">= 1.2")
+    predicted(results, "links of 20, 40, 80 Mb/s", found, links, size)
     least_s = size.megabytes * 2**20 / links[0]
     results.row("least seconds over the slowest link", seconds=least_s)
     results.bar("seconds over those of the slowest link", median(found["islands"]) / least_s, "<= 1.05")
@@ -55,6 +59,12 @@ def compared(results: Results, name: str, found: dict[str, list[float]], before:
     ratio = ratios([found], before, after)
     results.row(f"{name}: {before} / {after}", ratio=spread(ratio))
     results.bar(f"{name}: {before} over {after}", median(ratio), bar)
+
+
+def predicted(results: Results, name: str, found: dict[str, list[float]], links: list[float], size: Size) -> None:
+    """Compare with what the steps move over the slowest link, which is what the cost model expects."""
+    seconds = reduced([1 / link for link in links]) * size.megabytes * 2**20
+    results.row(f"{name}: predicted", seconds=seconds, error=seconds / median(found["islands"]) - 1)
 
 
 def on_hosts(hosts: tuple[int, ...], links: list[float], ways: list[str], size: Size) -> dict[str, list[float]]:

@@ -1,8 +1,8 @@
 """Collectives over islands: ranks that reach each other by something fast, joined by links that are slow.
 
 An island is the devices of one maker that its own library joins, or the CPU workers of one host. A collective is a `Program`: what each
-island adds up inside, what goes from rank to rank between islands, and what each island gathers inside. The runtime carries it out, the
-simulator plays it, and its bytes on each link are what it costs.
+island adds up inside, what goes from rank to rank between islands, and what each island gathers inside. The runtime carries it out, and
+the bytes that it moves over each link are what it costs and what is shown of it.
 
 In an all-reduce each element has a home island, to which the others send the sums of theirs, and which sends the total back. Over the link
 of island i, whose share of homes is f_i, pass

@@ -75,7 +75,9 @@ def traffic_rows(flows: Sequence[Flow]) -> Rows:
             )
             for flow in flows
         ),
-        notes=("Messages between stages, gradients and weights; what the devices of a sharded stage exchange is not in it.",),
+        notes=(
+            "Messages between stages, gradients and weights; what the devices of a sharded stage exchange is not in it.",
+        ),
     )
 
 
