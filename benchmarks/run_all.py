@@ -53,6 +53,7 @@ BENCHMARKS = (
     "uneven_data_parallel",
     "drop_in",
     "islands",
+    "hosts",
     "uneven_pipeline",
     "uneven_tensor_parallel",
     "large_head",
