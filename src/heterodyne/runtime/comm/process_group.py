@@ -187,31 +187,6 @@ class ProcessGroup:
         """
         if self._group is None:
             return lambda: list(parts)
-        if self._inside is not None:
-            return self._all_to_all_over(self._inside, parts, sizes)
-        return self._all_to_all(parts, sizes)
-
-    def _all_to_all_over(
-        self, inside: ProcessGroup, parts: Sequence[Tensor], sizes: Sequence[int]
-    ) -> Callable[[], list[Tensor]]:
-        """Messages to other islands go by themselves, those inside of this one by what joins it."""
-        near = [self.ranks.index(rank) for rank in inside.ranks]
-        near_parts = inside.all_to_all([parts[place] for place in near], [sizes[place] for place in near])
-        far_parts = self._all_to_all(
-            [part[:0] if place in near else part for place, part in enumerate(parts)],
-            [0 if place in near else size for place, size in enumerate(sizes)],
-        )
-
-        def wait() -> list[Tensor]:
-            found = far_parts()
-            for place, part in zip(near, near_parts(), strict=True):
-                found[place] = part
-            return found
-
-        return wait
-
-    def _all_to_all(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> Callable[[], list[Tensor]]:
-        assert self._group is not None
         device = parts[0].device
         if self.neighbours and not self._exchange_tried:
             self._exchange_tried = True
