@@ -84,7 +84,12 @@ FAULTS = {
     ),
     "no secret": ("between hosts", "b", "HETERODYNE_RUN_SECRET is not set", "openssl rand -hex 32"),
     "its name is unknown": ("between hosts", "b", "its name b does not resolve", "to /etc/hosts, on every host"),
-    "a disk of its own": ("between hosts", "b", "runs is another directory there than on a", "mount a disk that all hosts see"),
+    "a disk of its own": (
+        "between hosts",
+        "b",
+        "runs is another directory there than on a",
+        "mount a disk that all hosts see",
+    ),
     "two hosts of one name": ("one name", "a", "two machines have this name", "hostnamectl set-hostname"),
     "gloo's interface": (
         "interface",
