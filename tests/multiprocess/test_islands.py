@@ -17,6 +17,7 @@ from heterodyne.runtime.comm.work import Work
 from multiprocess.pool import World
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+COPIED = (*DTYPES, torch.int16, torch.uint16, torch.bool, torch.complex64)  # what is not added up
 
 
 def linked(rates: list[float] | None) -> list[Link] | None:
@@ -119,6 +120,8 @@ def collect(world: World, hosts: str, seed: int, rates: list[float] | None) -> l
             else:
                 for _, work, *_ in begun:
                     work.wait()  # a broadcast blocks
+                copied = values.to(draw.choice(COPIED))
+                values, tensor = copied, copied[world.rank].to(own_device, copy=True)
                 group.broadcast(tensor, source)
                 begun.append((kind, Work(), tensor, values[source], whole))
         for kind, work, tensor, wanted, part in begun:

@@ -13,7 +13,7 @@ from heterodyne.cluster.spec import Cluster
 from heterodyne.cost.collective import Collectives
 from heterodyne.cost.routes import Route
 from heterodyne.plan.buckets import Bucket
-from heterodyne.plan.islands import Program, all_gather, all_reduce, reduce_scatter, shares_by_link
+from heterodyne.plan.islands import Program, Range, all_gather, all_reduce, reduce_scatter, shares_by_link
 
 __all__ = ["traffic_between_hosts"]
 
@@ -57,12 +57,8 @@ def _passed(
     ends = [round(_ELEMENTS * reached / sum(parts)) for reached in accumulate(parts, initial=0)]
     over = collectives.over_islands(owners)
     if over is None:
-        # A ring: each sends all but its own range once for the sums and once for the totals.
-        ring = zip(nodes, [*nodes[1:], nodes[0]], pairwise(ends), strict=True)
-        found: Counter[_Pair] = Counter()
-        for source, target, (start, stop) in ring:
-            found[source, target] += 2 * (_ELEMENTS - stop + start)
-        return found
+        once = _ring(nodes, list(pairwise(ends)))
+        return once + once  # for the sums and for the totals
     place_of = {owner: place for place, owner in enumerate(owners)}
     islands = [[place_of[name] for name in island] for island in over.islands]
     bandwidths = [1 / each for each in over.s_per_byte]
@@ -70,10 +66,22 @@ def _passed(
     if shares is None:
         programs = (all_reduce(islands, _ELEMENTS, shares_by_link(bandwidths), _ELEMENTS),)
     else:
-        ranges = list(pairwise(ends))
-        programs = tuple(of(islands, ranges, _ELEMENTS, bandwidths) for of in (reduce_scatter, all_gather))
-    transfers = (transfer for program in programs for piece in program for transfer in piece.transfers)
-    found = Counter()
-    for transfer in transfers:
-        found[nodes[transfer.source], nodes[transfer.target]] += transfer.stop - transfer.start
+        owned = list(pairwise(ends))
+        programs = tuple(of(islands, owned, _ELEMENTS, bandwidths) for of in (reduce_scatter, all_gather))
+    found: Counter[_Pair] = Counter()
+    for piece in (piece for program in programs for piece in program):
+        for transfer in piece.transfers:
+            found[nodes[transfer.source], nodes[transfer.target]] += transfer.stop - transfer.start
+        for step in (*piece.up, *piece.down):
+            for island, ranges in zip(islands, step.ranges, strict=True):
+                found += _ring([nodes[place] for place in island], ranges)
+    return found
+
+
+def _ring(nodes: Sequence[str], ranges: Sequence[Range]) -> Counter[_Pair]:
+    """Return what a reduce-scatter or all-gather moves: each sends all but its own range to the next."""
+    whole = sum(stop - start for start, stop in ranges)
+    found: Counter[_Pair] = Counter()
+    for source, target, (start, stop) in zip(nodes, [*nodes[1:], nodes[0]], ranges, strict=True):
+        found[source, target] += whole - stop + start
     return found

@@ -94,9 +94,7 @@ def _link(communicator: Communicator, a: int, b: int, host: str, other: str) -> 
         rate = 0.0
         for size in _BYTES:
             took_s = _round_trip_s(communicator, a, b, size, 1) / 2
-            rate = max(
-                rate, size / took_s
-            )  # of the largest messages latency is little, and it varies with what else runs
+            rate = size / took_s  # the largest message counts: smaller ones fit into buffers
             if took_s > _LONG_S:
                 break
         found = LinkFacts(hosts=(host, other), bandwidth_bytes_per_s=rate, latency_s=latency_s)

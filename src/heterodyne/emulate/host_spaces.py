@@ -19,12 +19,21 @@ __all__ = ["HostSpace", "host_spaces", "why_not", "written_by"]
 
 _TOOLS = ("unshare", "nsenter", "mount", "hostname")
 _READY = "ready"
-# name, folder, what the host writes, the work directory of overlayfs. Where overlayfs does not mount, the host has a copy from the start.
+# name, folder, what the host writes, the work directory of overlayfs. Where overlayfs does not mount (or would read a ':' in a name as the
+# border between two), the host has a copy from the start, which is whole or not there.
 _HOLD = f"""set -e
 hostname "$1"
 mount -t tmpfs tmpfs /dev/shm
-if [ -n "$2" ] && ! mount -t overlay -o "lowerdir=$2,upperdir=$3,workdir=$4" overlay "$2" 2>/dev/null; then
-    [ -n "$(ls -A "$3")" ] || cp -a --reflink=auto "$2/." "$3"
+layered() {{
+    case "$2$3$4" in *:* | *,* | *\\\\*) return 1 ;; esac
+    mount -t overlay -o "lowerdir=$2,upperdir=$3,workdir=$4" overlay "$2" 2>/dev/null
+}}
+if [ -n "$2" ] && ! layered "$@"; then
+    if [ -z "$(ls -A "$3")" ]; then
+        cp -a --reflink=auto "$2/." "$4/copy" || {{ rm -rf "$4/copy"; exit 1; }}
+        rmdir "$3"
+        mv "$4/copy" "$3"
+    fi
     mount --bind "$3" "$2"
 fi
 echo {_READY}

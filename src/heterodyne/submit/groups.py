@@ -16,6 +16,7 @@ from heterodyne.processes import require_no_launcher
 
 __all__ = ["Group", "Launch", "groups_of", "host_commands", "nodes_of", "torchrun"]
 
+_MOST_HOURS = 8760
 _LONGEST_NAME = 40  # schedulers add to it, and host names have 63 characters
 
 
@@ -34,6 +35,10 @@ class Launch:
 
     def __post_init__(self) -> None:
         require_no_launcher(self.command, "this, one for each device")
+        if self.hours is not None and not 1 / 60 <= self.hours <= _MOST_HOURS:
+            raise ClusterError(
+                f"--hours {self.hours:g}: a job is given from one minute (0.017) to a year ({_MOST_HOURS})"
+            )
         if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", self.name) or len(self.name) > _LONGEST_NAME:
             raise ClusterError(
                 f"the name {self.name!r} of a job has lower-case letters, digits and '-' between them, {_LONGEST_NAME} at most"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -59,6 +60,16 @@ def test_devices_of_one_library_are_a_ring() -> None:
     """Between two hosts it goes over the link once in each direction: 2 N (R - 1) / R."""
     found = sent(hosts((2, 2), backend="xpu"), 2**20)
     assert found == {("n0", "n1"): 3 * 2**19, ("n1", "n0"): 3 * 2**19}
+
+
+def test_what_an_island_moves_between_its_hosts_counts() -> None:
+    """Two makers: inside of the island over two hosts, sums and totals are a ring, 2 N (R - 1) / R each way."""
+    one, other = hosts((2, 2), backend="xpu"), hosts((1,), backend="npu")
+    devices = (*one.devices, *(replace(device, id="n2/0", node="n2") for device in other.devices))
+    links = (*one.links, *(Link(between=("n2", n), bandwidth_bytes_per_s=1e8, latency_s=1e-4) for n in ("n0", "n1")))
+    found = sent(Cluster(name="two makers", devices=devices, links=links), 2**20)
+    assert found["n0", "n1"] == pytest.approx(1.5 * 2**20, rel=1e-3)
+    assert leaving(found, "n2") == pytest.approx(2**20, rel=1e-3)
 
 
 def test_messages_count_between_hosts_only() -> None:

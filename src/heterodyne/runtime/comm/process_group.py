@@ -173,7 +173,7 @@ class ProcessGroup:
                 tensor.detach().copy_(flat.view(tensor.shape))
             return
         direct = tensor if not self._via_host and tensor.is_contiguous() else tensor.detach().cpu().contiguous()
-        dist.broadcast(direct, src=source, group=self._group)
+        dist.broadcast(_bytes(direct.detach().reshape(-1)), src=source, group=self._group)
         if direct is not tensor:
             with torch.no_grad():
                 tensor.copy_(direct)
