@@ -103,6 +103,7 @@ def worker(options: argparse.Namespace, size: Size) -> None:
             TORCH: torch_pipeline(model(), tokens, rank, ranks),
         }
         found = in_rounds({way: run[way] for way in options.ways}, session.communicator, rounds=size.rounds, steps=1)
+        ours.close()
         if rank == 0:
             print(ours.explain(), flush=True)
             assert ours.plan.predicted is not None

@@ -239,7 +239,7 @@ Path("before").write_text(host)
 """
 
 
-@pytest.mark.parametrize("name", ["folder", "no,overlay"])
+@pytest.mark.parametrize("name", ["folder", "no,overlay", "not:two"])
 def test_each_host_has_shared_memory_and_a_disk_of_its_own(
     tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
