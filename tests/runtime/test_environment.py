@@ -65,7 +65,7 @@ def test_without_a_launcher_there_is_no_environment() -> None:
         ({"WORLD_SIZE": None}, r"has RANK='1', MASTER_ADDR='node0', MASTER_PORT='29500' but not WORLD_SIZE; start"),
         ({"RANK": None}, r"but not RANK"),
         (
-            {"MASTER_ADDR": None, "MASTER_PORT": None},
+            {"MASTER_ADDR": "", "MASTER_PORT": None},
             r"but not MASTER_ADDR, MASTER_PORT; .* all four: MASTER_ADDR is the host of",
         ),
         ({"RANK": "4"}, r"RANK=4 must be less than WORLD_SIZE=4"),
@@ -220,9 +220,14 @@ def test_a_process_of_several_does_not_train_alone() -> None:
         WorkerEnvironment.read({"PMIX_RANK": "1", "PMIX_NAMESPACE": "prun-1"})
     with pytest.raises(WorkerError, match="PMI_RANK='1' says that this is one of several"):
         WorkerEnvironment.read({"PMI_RANK": "1", "PMI_SIZE": "2"})
+    with pytest.raises(WorkerError, match="OMPI_COMM_WORLD_RANK='1' says that this is one of several"):
+        WorkerEnvironment.read({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"})
 
 
-@pytest.mark.parametrize(("nodes", "first"), [("a1,b2", "a1"), ("n7", "n7"), ("n[1,4]", "n1"), ("x[001-128]", "x001")])
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("a1,b2", "a1"), ("n7", "n7"), ("n[1,4]", "n1"), ("x[001-128]", "x001"), ("r[1-2]n[3-4],c", "r1n3")],
+)
 def test_the_first_node_of_a_list(nodes: str, first: str) -> None:
     found = WorkerEnvironment.read(of_slurm(0, *PLACES[0]) | {"SLURM_STEP_NODELIST": nodes})
     assert found is not None

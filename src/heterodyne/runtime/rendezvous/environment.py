@@ -11,6 +11,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import NamedTuple
 
 from heterodyne.errors import WorkerError
@@ -124,16 +125,17 @@ def _launcher_of(given: Mapping[str, str]) -> _Launcher | None:
     """Return the launcher that started this process; None for none. Raises WorkerError for one that does not say enough."""
     if _TORCHRUN.rank in given or _TORCHRUN.world_size in given:
         needed = (_TORCHRUN.rank, _TORCHRUN.world_size, "MASTER_ADDR", "MASTER_PORT")
-        missing = [name for name in needed if name not in given]
+        missing = [name for name in needed if name not in given or (name == "MASTER_ADDR" and not given[name].strip())]
         if missing:
-            present = ", ".join(f"{name}={given[name][:40]!r}" for name in needed if name in given)
+            present = ", ".join(f"{name}={given[name][:40]!r}" for name in needed if name not in missing)
             raise WorkerError(
                 f"the environment has {present} but not {', '.join(missing)}; start the workers with torchrun or heterodyne, or set all "
                 f"four: {_HOW_TO_MEET}"
             )
         return _TORCHRUN
     found = next((by for by in _OTHERS if {by.rank, by.world_size, by.local_rank} <= given.keys()), None)
-    unknown = next((name for name in ("PMIX_RANK", "PMI_RANK") if name in given), None)
+    one_of = (by.rank for by in _OTHERS if by.rank in given and given.get(by.world_size, "1") != "1")
+    unknown = next((name for name in (*one_of, "PMIX_RANK", "PMI_RANK") if name in given), None)
     if found is None and unknown is not None and given.get("PMI_SIZE") != "1":
         raise WorkerError(
             f"{unknown}={given[unknown][:40]!r} says that this is one of several processes, and no variable says of how many, or which of "
@@ -193,14 +195,23 @@ def _first_node(given: Mapping[str, str]) -> str:
 
 
 def _nodes(listed: str) -> Iterator[str]:
-    """Yield the nodes of Slurm's list of them, in its order: ``gpu[03-04,9],cpu1`` gives gpu03, gpu04, gpu9 and cpu1."""
-    for name, inside, after in re.findall(r"([^\[\],]+)(?:\[([^\]]*)\])?([^\[\],]*)", listed):
-        for part in inside.split(","):
-            low, _, high = part.partition("-")
-            if low.isdigit() and high.isdigit():
-                yield from (f"{name}{number:0{len(low)}}{after}" for number in range(int(low), int(high) + 1))
-            else:
-                yield f"{name}{part}{after}"
+    """Yield the nodes of Slurm's list of them, in its order: ``gpu[03-04,9],cpu1`` gives gpu03, gpu04, gpu9 and cpu1, and ``a[1-2]b[3-4]``
+    a1b3, a1b4, a2b3 and a2b4.
+    """
+    for text in re.findall(r"(?:[^\[\],]|\[[^\]]*\])+", listed):
+        parts = re.split(r"\[([^\]]*)\]", text)
+        choices = [_numbers(part) if place % 2 else [part] for place, part in enumerate(parts)]
+        yield from map("".join, product(*choices))
+
+
+def _numbers(listed: str) -> list[str]:
+    """Return what a bracket of Slurm's lists stands for: ``03-04,9`` is 03, 04 and 9."""
+    found = []
+    for part in listed.split(","):
+        low, _, high = part.partition("-")
+        several = low.isdigit() and high.isdigit()
+        found += [f"{number:0{len(low)}}" for number in range(int(low), int(high) + 1)] if several else [part]
+    return found
 
 
 def _number(
