@@ -12,32 +12,19 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from emulation import emulated, in_rounds, ratios, worker_arguments
 from results import ROOT, Results, arguments, spread
-from uneven_pipeline import COUNT, torch_pipeline
+from uneven_pipeline import COUNT, Size, torch_pipeline
 
 HOSTS = "3x0.38@200Mb/s,2x0.27@200Mb/s,1x0.11@200Mb/s"
 OURS, DDP, TORCH = "ours", "DDP", "PyTorch 1F1B"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """``samples`` of each of the 16 micro-batches; ``rounds`` of one step of each way."""
-
-    width: int
-    layers: int
-    samples: int
-    length: int
-    rounds: int
-    budget_s: float
-
-
-FULL = Size(width=256, layers=12, samples=3, length=64, rounds=4, budget_s=30)
-QUICK = Size(width=128, layers=6, samples=1, length=32, rounds=2, budget_s=5)
+FULL = Size(width=256, layers=12, samples=3, length=64, rounds=4, steps=1, budget_s=30)
+QUICK = Size(width=128, layers=6, samples=1, length=32, rounds=2, steps=1, budget_s=5)
 
 
 def main() -> int:
@@ -102,7 +89,9 @@ def worker(options: argparse.Namespace, size: Size) -> None:
             DDP: ddp_step,
             TORCH: torch_pipeline(model(), tokens, rank, ranks),
         }
-        found = in_rounds({way: run[way] for way in options.ways}, session.communicator, rounds=size.rounds, steps=1)
+        found = in_rounds(
+            {way: run[way] for way in options.ways}, session.communicator, rounds=size.rounds, steps=size.steps
+        )
         ours.close()
         if rank == 0:
             print(ours.explain(), flush=True)

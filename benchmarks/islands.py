@@ -63,7 +63,7 @@ def compared(results: Results, name: str, found: dict[str, list[float]], before:
 
 def predicted(results: Results, name: str, found: dict[str, list[float]], links: list[float], size: Size) -> None:
     """Compare with what the steps move over the slowest link, which is what the cost model expects."""
-    seconds = reduced([1 / link for link in links]) * size.megabytes * 2**20
+    seconds = reduced(links) * size.megabytes * 2**20
     results.row(f"{name}: predicted", seconds=seconds, error=seconds / median(found["islands"]) - 1)
 
 

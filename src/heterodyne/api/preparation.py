@@ -95,7 +95,7 @@ def prepare(
 
 
 def _know_links(session: Session, profile: Profile) -> None:
-    """Have collectives over islands follow the links as measured, on every rank alike."""
+    """Give the communicator the measured links between hosts, the same on every rank."""
     measured = Collectives(cluster=session.cluster, samples=profile.links).to_other_hosts()
     session.communicator.links = session.communicator.broadcast_object(measured, 0)
 

@@ -16,6 +16,7 @@ from heterodyne.units import parse_bandwidth, parse_bytes
 __all__ = ["command"]
 
 _FAST = "10Gb/s"  # of a host whose link is not said
+_MOST_BYTES_PER_S = 1.25e12
 
 
 def command(
@@ -61,7 +62,7 @@ def command(
     chosen: Mechanism = mechanism  # type: ignore[assignment]  # the test above narrows it
     if (speeds is None) == (hosts is None) or (hosts is not None and links is not None):
         raise UnitError("give --speeds (and --links), or --hosts, whose links stand behind '@'")
-    described = [_host(text) for text in (hosts or "").split(",") if text]
+    described = [] if hosts is None else [_host(text) for text in hosts.split(",")]
     return emulate(
         [_number(text) for text in (speeds or "").split(",") if text]
         or [s for of_host, _ in described for s in of_host],
@@ -82,11 +83,14 @@ def _host(text: str) -> tuple[list[float], float]:
         raise UnitError(
             f"--hosts: {text!r} is no host; write for example 3x0.7@200Mb/s: three workers with 0.7 of a core, and a link"
         )
-    return [_number(match[2])] * int(match[1]), parse_bandwidth(match[3] or _FAST)
+    count, speed, link = int(match[1]), _number(match[2], "--hosts"), parse_bandwidth(match[3] or _FAST)
+    if not count or not speed or not 1 <= link <= _MOST_BYTES_PER_S:
+        raise UnitError(f"--hosts: {text!r} needs a worker at least, a speed above 0, and a link from 1 B/s to 10 Tb/s")
+    return [speed] * count, link
 
 
-def _number(text: str) -> float:
+def _number(text: str, option: str = "--speeds") -> float:
     try:
         return float(text)
     except ValueError:
-        raise UnitError(f"--speeds: {text!r} is not a number; write for example 0.7,0.35,0.35,0.2") from None
+        raise UnitError(f"{option}: {text!r} is not a number; write for example 0.7,0.35,0.35,0.2") from None

@@ -15,9 +15,10 @@ from math import sqrt
 
 from heterodyne.cluster.profile import LinkSample
 from heterodyne.cluster.spec import Cluster, Link
-from heterodyne.cost.islands import gathered, islands_of, reduced, uplink
+from heterodyne.cost.islands import gathered, islands_of, reduced
 from heterodyne.errors import MeasureError
 from heterodyne.graph.sharding.price import LATENCY_BYTES
+from heterodyne.plan.islands import uplink
 
 __all__ = ["FREE", "AlphaBeta", "Collectives", "fit"]
 
@@ -219,7 +220,10 @@ class Collectives:
             islands = islands_of(self.cluster, devices)
             try:
                 self._overs[key] = self._between(islands) if islands else None
-            except MeasureError:
+            except (
+                MeasureError,
+                ZeroDivisionError,
+            ):  # no link is known, or bytes take no time on one that was measured
                 self._overs[key] = None
         return self._overs[key]
 
@@ -238,7 +242,7 @@ class Collectives:
             islands=islands,
             inside=AlphaBeta(max(each.latency_s for each in inside), max(each.s_per_byte for each in inside)),
             latency_s=max(cost.latency_s for of in links for _, cost in of),
-            s_per_byte=tuple(uplink([node for node, _ in of], [cost.s_per_byte for _, cost in of]) for of in links),
+            bandwidths=tuple(uplink([node for node, _ in of], [1 / cost.s_per_byte for _, cost in of]) for of in links),
         )
 
     def to_other_hosts(self) -> list[Link] | None:
@@ -314,24 +318,24 @@ class OverIslands:
     Args:
         inside: a reduce-scatter or all-gather of equal shards inside the slowest island.
         latency_s: of a message between islands.
-        s_per_byte: of the link of each.
+        bandwidths: of the link of each to others.
     """
 
     islands: Sequence[Sequence[str]]
     inside: AlphaBeta
     latency_s: float
-    s_per_byte: tuple[float, ...]
+    bandwidths: tuple[float, ...]
 
     def reduce(self) -> AlphaBeta:
         """An all-reduce: inside, sums and totals between, inside."""
         return AlphaBeta(
-            2 * (self.latency_s + self.inside.latency_s), reduced(self.s_per_byte) + 2 * self.inside.s_per_byte
+            2 * (self.latency_s + self.inside.latency_s), reduced(self.bandwidths) + 2 * self.inside.s_per_byte
         )
 
     def gather(self, shares: Sequence[int]) -> AlphaBeta:
         """An all-gather or reduce-scatter. ``shares``: of each island."""
         return AlphaBeta(
-            self.latency_s + self.inside.latency_s, gathered(self.s_per_byte, shares) + self.inside.s_per_byte
+            self.latency_s + self.inside.latency_s, gathered(self.bandwidths, shares) + self.inside.s_per_byte
         )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from heterodyne.cluster.catalog import collectives_of, find
-from heterodyne.cluster.spec import Cluster, Device
-from heterodyne.plan.islands import Program, all_gather, all_reduce, passed, shares_by_link
+from heterodyne.cluster.catalog import library_of
+from heterodyne.cluster.spec import Cluster
+from heterodyne.plan.islands import Program, Range, all_gather, all_reduce, passed, shares_by_link
 
-__all__ = ["gathered", "islands_of", "reduced", "uplink"]
+__all__ = ["ELEMENTS", "gathered", "islands_of", "reduced", "shared_out"]
 
-_ELEMENTS = 2**20
+ELEMENTS = 2**20
+"""Of a collective whose steps are counted; what they move is in proportion."""
 
 
 def islands_of(cluster: Cluster, devices: Sequence[str]) -> list[list[str]]:
@@ -22,30 +23,24 @@ def islands_of(cluster: Cluster, devices: Sequence[str]) -> list[list[str]]:
     found: dict[object, list[str]] = {}
     for name in devices:
         device = cluster.device(name)
-        found.setdefault(device.node if device.backend == "cpu" else (_library(device),), []).append(name)
+        key = device.node if device.backend == "cpu" else (library_of(device.kind, device.backend),)
+        found.setdefault(key, []).append(name)
     return list(found.values()) if 1 < len(found) < len(devices) else []
 
 
-def uplink(nodes: Sequence[str], s_per_byte: Sequence[float]) -> float:
-    """Return the seconds of a byte that an island sends to others: each of its devices sends as much, over the link of its node.
-
-    Args:
-        nodes: of each device. ``s_per_byte``: of its link.
-    """
-    return max(nodes.count(node) * byte_s for node, byte_s in zip(nodes, s_per_byte, strict=True)) / len(nodes)
+def reduced(bandwidths: Sequence[float]) -> float:
+    """Return the seconds of a byte of an all-reduce over islands with links of these bandwidths."""
+    return _slowest(all_reduce(_alone(bandwidths), ELEMENTS, shares_by_link(bandwidths), ELEMENTS), bandwidths)
 
 
-def reduced(s_per_byte: Sequence[float]) -> float:
-    """Return the seconds in which an all-reduce moves a byte over the slowest of the links of the islands."""
-    bandwidths = [1 / each for each in s_per_byte]
-    return _slowest(all_reduce(_alone(bandwidths), _ELEMENTS, shares_by_link(bandwidths), _ELEMENTS), s_per_byte)
+def gathered(bandwidths: Sequence[float], shares: Sequence[int]) -> float:
+    """Return the seconds of a byte of an all-gather or a reduce-scatter. ``shares``: of what is gathered, of each island."""
+    return _slowest(all_gather(_alone(bandwidths), shared_out(shares), ELEMENTS, bandwidths), bandwidths)
 
 
-def gathered(s_per_byte: Sequence[float], shares: Sequence[int]) -> float:
-    """Return the seconds in which an all-gather or a reduce-scatter moves a byte of everything. ``shares``: of each island."""
-    ends = [round(_ELEMENTS * reached / sum(shares)) for reached in accumulate(shares, initial=0)]
-    bandwidths = [1 / each for each in s_per_byte]
-    return _slowest(all_gather(_alone(bandwidths), list(pairwise(ends)), _ELEMENTS, bandwidths), s_per_byte)
+def shared_out(shares: Sequence[int]) -> list[Range]:
+    """Return `ELEMENTS` in ranges in proportion to the shares."""
+    return list(pairwise(round(ELEMENTS * reached / sum(shares)) for reached in accumulate(shares, initial=0)))
 
 
 def _alone(islands: Sequence[float]) -> list[list[int]]:
@@ -53,11 +48,6 @@ def _alone(islands: Sequence[float]) -> list[list[int]]:
     return [[number] for number in range(len(islands))]
 
 
-def _slowest(program: Program, s_per_byte: Sequence[float]) -> float:
-    moved = passed(program, _alone(s_per_byte))
-    return max(max(each) / _ELEMENTS * byte_s for each, byte_s in zip(moved, s_per_byte, strict=True))
-
-
-def _library(device: Device) -> str:
-    known = find(device.kind)
-    return collectives_of(device.backend) if known is None else known.collectives
+def _slowest(program: Program, bandwidths: Sequence[float]) -> float:
+    moved = passed(program, _alone(bandwidths))
+    return max(max(each) / ELEMENTS / bandwidth for each, bandwidth in zip(moved, bandwidths, strict=True))

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
 
 from heterodyne.cluster.spec import Cluster
 from heterodyne.cost.collective import Collectives
+from heterodyne.cost.islands import ELEMENTS, shared_out
 from heterodyne.cost.routes import Route
 from heterodyne.plan.buckets import Bucket
-from heterodyne.plan.islands import Program, Range, all_gather, all_reduce, reduce_scatter, shares_by_link
+from heterodyne.plan.islands import Range, all_gather, all_reduce, backwards, shares_by_link
 
 __all__ = ["traffic_between_hosts"]
 
-_ELEMENTS = 2**20
 _Pair = tuple[str, str]
 
 
@@ -42,39 +41,37 @@ def traffic_between_hosts(
         if bucket.owners not in passed:
             passed[bucket.owners] = _passed(cluster, collectives, bucket.owners, shares)
         for pair, elements in passed[bucket.owners].items():
-            found[pair] += round(bucket.bytes * elements / _ELEMENTS)
+            found[pair] += round(bucket.bytes * elements / ELEMENTS)
     return {pair: size for pair, size in found.items() if pair[0] != pair[1] and size}
 
 
 def _passed(
     cluster: Cluster, collectives: Collectives, owners: Sequence[str], shares: Mapping[str, int] | None
 ) -> Counter[_Pair]:
-    """Return the elements between hosts of what is done with a bucket of `_ELEMENTS`."""
+    """Return the elements between hosts of what is done with a bucket of `ELEMENTS`."""
     nodes = [cluster.device(owner).node for owner in owners]
     if len(set(nodes)) < 2:
         return Counter()
     parts = [1] * len(owners) if shares is None else [shares[owner] for owner in owners]
-    ends = [round(_ELEMENTS * reached / sum(parts)) for reached in accumulate(parts, initial=0)]
+    ranges = shared_out(parts)
     over = collectives.over_islands(owners)
     if over is None:
-        once = _ring(nodes, list(pairwise(ends)))
+        once = _ring(nodes, ranges)
         return once + once  # for the sums and for the totals
     place_of = {owner: place for place, owner in enumerate(owners)}
     islands = [[place_of[name] for name in island] for island in over.islands]
-    bandwidths = [1 / each for each in over.s_per_byte]
-    programs: tuple[Program, ...]
     if shares is None:
-        programs = (all_reduce(islands, _ELEMENTS, shares_by_link(bandwidths), _ELEMENTS),)
+        programs = [all_reduce(islands, ELEMENTS, shares_by_link(over.bandwidths), ELEMENTS)]
     else:
-        owned = list(pairwise(ends))
-        programs = tuple(of(islands, owned, _ELEMENTS, bandwidths) for of in (reduce_scatter, all_gather))
+        gather = all_gather(islands, ranges, ELEMENTS, over.bandwidths)
+        programs = [backwards(gather), gather]
     found: Counter[_Pair] = Counter()
     for piece in (piece for program in programs for piece in program):
         for transfer in piece.transfers:
             found[nodes[transfer.source], nodes[transfer.target]] += transfer.stop - transfer.start
         for step in (*piece.up, *piece.down):
-            for island, ranges in zip(islands, step.ranges, strict=True):
-                found += _ring([nodes[place] for place in island], ranges)
+            for island, of_island in zip(islands, step.ranges, strict=True):
+                found += _ring([nodes[place] for place in island], of_island)
     return found
 
 

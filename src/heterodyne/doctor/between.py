@@ -91,7 +91,6 @@ def _link(communicator: Communicator, a: int, b: int, host: str, other: str) -> 
     found = None
     if communicator.rank in (a, b):
         latency_s = _round_trip_s(communicator, a, b, 1, _ROUND_TRIPS) / 2
-        rate = 0.0
         for size in _BYTES:
             took_s = _round_trip_s(communicator, a, b, size, 1) / 2
             rate = size / took_s  # the largest message counts: smaller ones fit into buffers

@@ -29,10 +29,11 @@ __all__ = [
     "Transfer",
     "all_gather",
     "all_reduce",
+    "backwards",
     "equal_ranges",
     "passed",
-    "reduce_scatter",
     "shares_by_link",
+    "uplink",
 ]
 
 Range = tuple[int, int]
@@ -128,6 +129,15 @@ def shares_by_link(bandwidths: Sequence[float]) -> tuple[float, ...]:
     return tuple(each / sum(found) for each in found)
 
 
+def uplink(hosts: Sequence[str], bandwidths: Sequence[float]) -> float:
+    """Return the bandwidth of an island to others: each of its ranks sends as much, over the link of its host.
+
+    Args:
+        hosts: of each rank. ``bandwidths``: of the link of its host.
+    """
+    return len(hosts) / max(hosts.count(host) / bandwidth for host, bandwidth in zip(hosts, bandwidths, strict=True))
+
+
 def all_reduce(
     islands: Islands,
     elements: int,
@@ -195,15 +205,9 @@ def all_gather(
     return min((program(each) for each in (_Segment.totals, _Segment.along)), key=slowest)
 
 
-def reduce_scatter(
-    islands: Islands,
-    ranges: Sequence[Range],
-    most: int,
-    bandwidths: Sequence[float],
-    one_link: Sequence[bool] | None = None,
-) -> Program:
-    """Return the steps of a reduce-scatter of unequal ranges: those of the all-gather, backwards."""
-    (piece,) = all_gather(islands, ranges, most, bandwidths, one_link)
+def backwards(program: Program) -> Program:
+    """Return the steps of a reduce-scatter, from those of the all-gather of the same ranges: each message goes back, and is added up."""
+    (piece,) = program
     segments = (list(of) for _, of in groupby(piece.transfers, key=lambda transfer: transfer.start))
     back = [Transfer(t.start, t.stop, t.target, t.source, adds=True) for of in segments for t in reversed(of)]
     return (Piece(piece.down, tuple(back), ()),)

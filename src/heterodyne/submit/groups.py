@@ -14,7 +14,7 @@ from heterodyne.cluster.catalog import find
 from heterodyne.errors import ClusterError
 from heterodyne.processes import require_no_launcher
 
-__all__ = ["Group", "Launch", "groups_of", "host_commands", "nodes_of", "torchrun"]
+__all__ = ["Group", "Launch", "bundle_of", "groups_of", "host_commands", "nodes_of", "torchrun"]
 
 _MOST_HOURS = 8760
 _LONGEST_NAME = 40  # schedulers add to it, and host names have 63 characters
@@ -107,6 +107,13 @@ def torchrun(group: Group, groups: Sequence[Group], launch: Launch, *, node: str
         f"--master-port={launch.port}",
     ]
     return " ".join(["torchrun", *options, *_program(launch.command)])
+
+
+def bundle_of(group: Group) -> dict[str, float]:
+    """Return the resources of Ray that a host of a group needs."""
+    kinds = {("CPU" if kind == "cpu" else kind): float(count) for kind, count in group.devices.items()}
+    gpus = sum(count for maker, count in group.resources().items() if maker)
+    return kinds | ({"GPU": float(gpus)} if gpus else {})
 
 
 def host_commands(

@@ -14,8 +14,7 @@ from heterodyne.cluster import Cluster
 from heterodyne.cluster.catalog import find
 from heterodyne.errors import ClusterError
 from heterodyne.secret_names import SECRET_VARIABLE
-from heterodyne.submit.groups import Group, Launch, groups_of, torchrun
-from heterodyne.submit.ray import bundle_of
+from heterodyne.submit.groups import Group, Launch, bundle_of, groups_of, torchrun
 
 __all__ = ["jobset", "raycluster", "trainjob"]
 
@@ -58,6 +57,8 @@ def trainjob(cluster: Cluster, launch: Launch) -> str:
 
 def raycluster(cluster: Cluster, launch: Launch) -> str:
     """Return a RayCluster whose nodes have the resources that `launch_on_ray` asks for. Raises ClusterError."""
+    if launch.hours is not None:
+        raise ClusterError("a RayCluster stays until it is deleted, also after the job: leave --hours out")
     groups = groups_of(cluster)
     head = {"rayStartParams": {"num-cpus": "0"}, "template": {"spec": _pod(launch, "ray-head", {})}}
     made = {

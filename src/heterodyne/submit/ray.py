@@ -22,23 +22,16 @@ from heterodyne.errors import ClusterError, HeterodyneError
 from heterodyne.processes import shell_status, to_standard_error
 from heterodyne.processes.logs import temporary_logs
 from heterodyne.processes.port import reserve_port
-from heterodyne.submit.groups import Group, Launch, groups_of, host_commands, nodes_of
+from heterodyne.submit.groups import Launch, bundle_of, groups_of, host_commands, nodes_of
 from heterodyne.submit.remote import started
 
-__all__ = ["bundle_of", "launch_on_ray"]
+__all__ = ["launch_on_ray"]
 
 _GRACE_S = 15.0  # in which processes end that are asked to
 _PATIENCE_S = 300.0  # for resources that others hold, or that Ray is about to add
 _LOST = 255  # as ssh says of a host that is gone
 _TAIL_LINES = 20
 _POLL_S = 1.0
-
-
-def bundle_of(group: Group) -> dict[str, float]:
-    """Return the resources of Ray that a host of a group needs."""
-    kinds = {("CPU" if kind == "cpu" else kind): float(count) for kind, count in group.devices.items()}
-    gpus = sum(count for maker, count in group.resources().items() if maker)
-    return kinds | ({"GPU": float(gpus)} if gpus else {})
 
 
 class RayHost:

@@ -19,8 +19,8 @@ from heterodyne.plan.islands import (
     Range,
     all_gather,
     all_reduce,
+    backwards,
     passed,
-    reduce_scatter,
     shares_by_link,
 )
 
@@ -122,7 +122,7 @@ def test_an_all_gather_gives_each_rank_the_range_of_each(case: Case) -> None:
 def test_a_reduce_scatter_gives_each_rank_the_sums_of_its_range(case: Case) -> None:
     islands, ranges, bandwidths, most, one_link = case
     values = random_values(len(ranges), ranges[-1][1])
-    found = carried_out(reduce_scatter(islands, ranges, most, bandwidths, one_link), islands, values)
+    found = carried_out(backwards(all_gather(islands, ranges, most, bandwidths, one_link)), islands, values)
     for rank, (start, stop) in enumerate(ranges):
         assert (found[rank, start:stop] == values[:, start:stop].sum(0)).all()
 
@@ -134,7 +134,7 @@ def test_each_island_gets_once_what_others_have(case: Case) -> None:
     own = [sum(ranges[rank][1] - ranges[rank][0] for rank in ranks) for ranks in islands]
     gathered = passed(all_gather(islands, ranges, most, bandwidths, one_link), islands)
     assert [received for _, received in gathered] == [whole - each for each in own]
-    scattered = passed(reduce_scatter(islands, ranges, most, bandwidths, one_link), islands)
+    scattered = passed(backwards(all_gather(islands, ranges, most, bandwidths, one_link)), islands)
     assert [sent for sent, _ in scattered] == [whole - each for each in own]
 
 

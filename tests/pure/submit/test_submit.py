@@ -7,6 +7,7 @@ import json
 import os
 import stat
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from heterodyne.cli.app import run
 from heterodyne.cluster import Cluster, Device
 from heterodyne.errors import ClusterError, HeterodyneError
 from heterodyne.submit import SCHEDULERS, Launch
-from heterodyne.submit.groups import groups_of
-from heterodyne.submit.ray import bundle_of
+from heterodyne.submit.groups import bundle_of, groups_of
 
 KINDS = ("A100-SXM4-80GB", "V100-SXM2-16GB", "MI250X", "cpu")
 LAUNCH = Launch(command=["python", "train.py", "--text", "it's; $HOME"], image="registry/image:1", hours=1.5)
@@ -120,7 +120,7 @@ def test_pods_start_each_node_once(tmp_path: Path, shell: dict[str, str], schedu
 @given(st.lists(st.tuples(st.sampled_from(KINDS), st.integers(1, 8)), min_size=1, max_size=8))
 @settings(max_examples=30)
 def test_nodes_of_ray_have_what_the_bundles_of_their_hosts_need(nodes: list[tuple[str, int]]) -> None:
-    made = yaml.safe_load(SCHEDULERS["raycluster"](cluster_of(*nodes), LAUNCH))
+    made = yaml.safe_load(SCHEDULERS["raycluster"](cluster_of(*nodes), replace(LAUNCH, hours=None)))
     groups = groups_of(cluster_of(*nodes))
     assert [(of["groupName"], of["replicas"]) for of in made["spec"]["workerGroupSpecs"]] == [
         (group.name, group.nodes) for group in groups
@@ -251,3 +251,14 @@ def test_a_host_that_cannot_be_reached_is_named(ssh: Path, capfd: pytest.Capture
     program(ssh, "torchrun", "sleep 60")
     assert launch(ssh, "a gone") == 255
     assert "try 'ssh gone true'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("hours", [0.0, 0.005, float("inf"), float("nan"), 1e300])
+def test_hours_that_schedulers_would_take_for_something_else_are_refused(hours: float) -> None:
+    with pytest.raises(ClusterError, match="from one minute"):
+        replace(LAUNCH, hours=hours)
+
+
+def test_a_ray_cluster_has_no_end_of_its_own() -> None:
+    with pytest.raises(ClusterError, match="leave --hours out"):
+        SCHEDULERS["raycluster"](CLUSTER, LAUNCH)

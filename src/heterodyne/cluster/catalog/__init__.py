@@ -19,7 +19,7 @@ from pydantic import Field
 from heterodyne.documents import Section, read_yaml, validate
 from heterodyne.errors import ClusterError
 
-__all__ = ["Accelerator", "Price", "catalog", "collectives_of", "find", "lookup"]
+__all__ = ["Accelerator", "Price", "catalog", "collectives_of", "find", "library_of", "lookup"]
 
 _FILES = MappingProxyType({"nvidia.yaml": "nvidia", "amd.yaml": "amd", "other.yaml": ""})
 _MAKERS = ("nvidia", "tesla", "geforce", "amd", "instinct", "radeon", "intel", "huawei", "google", "aws")
@@ -74,6 +74,12 @@ class Accelerator:
     def collectives(self) -> str:
         """The library by which its devices exchange tensors: no two of these talk to each other."""
         return collectives_of(self.backend, self.maker)
+
+
+def library_of(kind: str, backend: str) -> str:
+    """The library by which devices of a kind exchange tensors; where nothing is known of the kind, that of their backend."""
+    known = find(kind)
+    return collectives_of(backend) if known is None else known.collectives
 
 
 def collectives_of(backend: str, maker: str = "") -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from heterodyne.cluster.spec import Link
 from heterodyne.errors import WorkerError
+from heterodyne.plan.islands import uplink
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.comm.islands import Islands
 from heterodyne.runtime.comm.objects import Objects
@@ -97,7 +98,7 @@ class Communicator:
         self._timeout = _default_timeout() if timeout_s is None else timedelta(seconds=timeout_s)
         self._key = key
         self.links: Sequence[Link] | None = None
-        """Of the host of each rank to other hosts, the same on every rank; None: not known. They are read where process groups are made."""
+        """From the host of each rank to other hosts, the same on every rank; None: not known. Read where process groups are made."""
         self._process_groups: list[ProcessGroup] = []
         self._p2ps: list[P2P] = []
         self._is_branch = False
@@ -160,15 +161,18 @@ class Communicator:
         up: ProcessGroup | None,
         down: ProcessGroup | None,
     ) -> Islands:
-        links, latency_s = None, 0.0
+        bandwidths, latency_s = None, 0.0
         if self.links is not None:
-            of = self.links
-            links = [min(of[rank].bandwidth_bytes_per_s for rank in island) for island in islands]
-            latency_s = max(of[rank].latency_s for rank in ranks)
+            of_islands = [[self.links[rank] for rank in island] for island in islands]
+            bandwidths = [
+                uplink([link.between[0] for link in of], [link.bandwidth_bytes_per_s for link in of])
+                for of in of_islands
+            ]
+            latency_s = max(link.latency_s for of in of_islands for link in of)
         place_of = {rank: place for place, rank in enumerate(ranks)}
         places = [[place_of[rank] for rank in island] for island in islands]
         on_host = [self._devices[island[0]].platform == "cpu" for island in islands]
-        return Islands(place_of[self.rank], places, group, up, down, links, latency_s, on_host)
+        return Islands(place_of[self.rank], places, group, up, down, bandwidths, latency_s, on_host)
 
     def _inside(self, islands: Sequence[Sequence[int]]) -> tuple[ProcessGroup | None, ProcessGroup | None]:
         """Return the process groups of this rank's island for the way up and down, None for one of one rank. Collective over all ranks.

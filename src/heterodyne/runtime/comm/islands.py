@@ -7,9 +7,9 @@ and for the workers on the CPUs of a host one of them everything.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from math import sqrt
 from threading import Event
@@ -28,7 +28,7 @@ from heterodyne.plan.islands import (
     Transfer,
     all_gather,
     all_reduce,
-    reduce_scatter,
+    backwards,
     shares_by_link,
 )
 from heterodyne.runtime.comm.work import Work, timed_by
@@ -78,9 +78,8 @@ class Islands:
         self._latency_bytes = latency_s * min(bandwidths) if bandwidths and latency_s else LATENCY_BYTES
         self._ranks = sum(map(len, islands))
         self._own = next(number for number, places in enumerate(islands) if place in places)
-        self._reduce = lru_cache(maxsize=_KEPT)(self._all_reduce_program)
-        self._scatter = lru_cache(maxsize=_KEPT)(partial(self._ranges_program, reduce_scatter))
-        self._gather = lru_cache(maxsize=_KEPT)(partial(self._ranges_program, all_gather))
+        self._reduce = lru_cache(maxsize=_KEPT)(self._all_reduce_steps)
+        self._gather = lru_cache(maxsize=_KEPT)(self._all_gather_steps)
 
     def all_reduce(self, tensor: Tensor, in_order: ThreadPoolExecutor, *, timed: bool) -> Work:
         """Start the sum of a contiguous tensor over the ranks, in place. ``in_order``: the thread of the process group."""
@@ -90,7 +89,7 @@ class Islands:
         self, flat: Tensor, ranges: Sequence[Range], in_order: ThreadPoolExecutor, *, timed: bool
     ) -> Work:
         """See `ProcessGroup.reduce_scatter_ranges`."""
-        return self._start(self._scatter(tuple(ranges), flat.element_size()), flat, in_order, timed=timed)
+        return self._start(self._gather(tuple(ranges), flat.element_size(), back=True), flat, in_order, timed=timed)
 
     def all_gather_ranges(
         self, flat: Tensor, ranges: Sequence[Range], in_order: ThreadPoolExecutor, *, timed: bool
@@ -104,14 +103,20 @@ class Islands:
         ranges = [(0, 0) if each < place else (0, end) if each == place else (end, end) for each in range(self._ranks)]
         return self.all_gather_ranges(flat, ranges, in_order, timed=False)
 
-    def _all_reduce_program(self, elements: int, element_bytes: int) -> Program:
+    def _all_reduce_steps(self, elements: int, element_bytes: int) -> _Steps:
         most = self._most(elements, element_bytes)
         pieces = min(_PIECES, max(1, elements // (most * len(self._islands))))
-        return all_reduce(self._islands, elements, shares_by_link(self._bandwidths), most, pieces, self._one_link)
+        shares = shares_by_link(self._bandwidths)
+        return self._steps(all_reduce(self._islands, elements, shares, most, pieces, self._one_link))
 
-    def _ranges_program(self, of: Callable[..., Program], ranges: Sequence[Range], element_bytes: int) -> Program:
-        elements = max(stop for _, stop in ranges)
-        return of(self._islands, ranges, self._most(elements, element_bytes), self._bandwidths, self._one_link)
+    def _all_gather_steps(self, ranges: Sequence[Range], element_bytes: int, *, back: bool = False) -> _Steps:
+        most = self._most(max(stop for _, stop in ranges), element_bytes)
+        program = all_gather(self._islands, ranges, most, self._bandwidths, self._one_link)
+        return self._steps(backwards(program) if back else program)
+
+    def _steps(self, program: Program) -> _Steps:
+        tags = accumulate((len(piece.transfers) for piece in program), initial=0)
+        return _Steps(program, [_Duties.of(piece, self._place, tag) for tag, piece in zip(tags, program, strict=False)])
 
     def _most(self, elements: int, element_bytes: int) -> int:
         """Return of how many elements a message is.
@@ -122,10 +127,10 @@ class Islands:
         size = max(self._latency_bytes, sqrt(elements * element_bytes * self._latency_bytes / len(self._islands)))
         return max(1, round(size / element_bytes))
 
-    def _start(self, program: Program, tensor: Tensor, in_order: ThreadPoolExecutor, *, timed: bool) -> Work:
+    def _start(self, steps: _Steps, tensor: Tensor, in_order: ThreadPoolExecutor, *, timed: bool) -> Work:
         flat = tensor.view(-1)
         run = _Run if flat.device.type == "cpu" else _RunOfDevice
-        started = run(program, self._place, self._own, self._group, flat, self._up, self._down)
+        started = run(steps, self._place, self._own, self._group, flat, self._up, self._down)
         future = in_order.submit(started.exchange)
 
         def finish() -> None:
@@ -171,6 +176,13 @@ class _Duties(NamedTuple):
         return made
 
 
+class _Steps(NamedTuple):
+    """A program, and what a rank does of each piece."""
+
+    program: Program
+    duties: list[_Duties]
+
+
 class _Run:
     """A program on a flat tensor of the host.
 
@@ -180,7 +192,7 @@ class _Run:
 
     def __init__(
         self,
-        program: Program,
+        steps: _Steps,
         place: int,
         island: int,
         group: dist.ProcessGroup,
@@ -188,11 +200,10 @@ class _Run:
         up: Island | None,
         down: Island | None,
     ) -> None:
-        self._program, self._place, self._island, self._group = program, place, island, group
+        self._program, self._duties = steps
+        self._place, self._island, self._group = place, island, group
         self._flat, self._up, self._down = flat, up, down
         self._ranks = dist.get_process_group_ranks(group)
-        tags = accumulate((len(piece.transfers) for piece in program), initial=0)
-        self._duties = [_Duties.of(piece, place, tag) for tag, piece in zip(tags, program, strict=False)]
         self._waiting: dict[tuple[int, bool], deque[_Message]] = {}  # by source and by whether they are the last duties
         self._begun: dict[int, tuple[Tensor, dist.Work]] = {}
         self._works: list[dist.Work] = []

@@ -169,8 +169,8 @@ class ProcessGroup:
         if self._islands is not None and tensor.nbytes >= LATENCY_BYTES:
             flat = tensor.detach().reshape(-1)
             self._islands.broadcast(flat, self.ranks.index(source), self._in_order()).wait()
-            if flat.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(flat.view(tensor.shape))
+            with torch.no_grad():
+                tensor.copy_(flat.view(tensor.shape))
             return
         direct = tensor if not self._via_host and tensor.is_contiguous() else tensor.detach().cpu().contiguous()
         dist.broadcast(_bytes(direct.detach().reshape(-1)), src=source, group=self._group)

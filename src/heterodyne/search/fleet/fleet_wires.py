@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from heterodyne.cluster.catalog import collectives_of, find
+from heterodyne.cluster.catalog import library_of
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.predictor.constants import constants
 from heterodyne.search.fleet.arrays import Floats
@@ -47,8 +47,8 @@ class Wires:
 def collectives(fleet: Fleet, pool: str) -> str:
     """The collectives library of a pool's devices; where nothing is known of their kind, that of their backend."""
     own = fleet.pool(pool)
-    known = fleet.accelerators.get(own.kind) or find(own.kind)
-    return collectives_of(own.backend) if known is None else known.collectives
+    stated = fleet.accelerators.get(own.kind)
+    return library_of(own.kind, own.backend) if stated is None else stated.collectives
 
 
 def apart(fleet: Fleet, a: str, b: str) -> bool:
