@@ -125,3 +125,15 @@ def test_batch_norm_over_samples_alone_is_measured_with_two() -> None:
         one_device = sum(nn.functional.mse_loss(plain(x), y).item() * size / 6 for x, y, size in parts)
         assert min(sizes) > 1
         assert trainer.step(batch).loss == pytest.approx(one_device, rel=1e-5)
+
+
+def test_a_trainer_that_is_not_closed_ends_with_its_session() -> None:
+    model, batch = Scaled(), batch_of(6)
+    before = copy.deepcopy(model.state_dict())
+    with hd.open_session() as session:
+        trainer = hd.distribute(model, batch, optimizer=sgd, plan=hd.PlanOptions(measure_s=0.05), session=session)
+        trainer.step(batch)
+    with pytest.raises(HeterodyneError, match="the trainer is closed"):
+        trainer.step(batch)
+    assert not session.inside
+    assert not torch.equal(model.state_dict()["layers.0.weight"], before["layers.0.weight"])

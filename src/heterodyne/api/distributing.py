@@ -177,6 +177,7 @@ def distribute(
             trainer.load_checkpoint()
         closing.push(stack.pop_all())
         closing.enter_context(left_with_script(trainer._leave_with_script))
+        closing.enter_context(here.held_open(trainer.__exit__))
         return trainer
 
 

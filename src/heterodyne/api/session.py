@@ -7,9 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +37,7 @@ from heterodyne.units import counted, format_seconds
 __all__ = ["LONGEST_PHASE_S", "Session", "open_session"]
 
 T = TypeVar("T")
+Exit = Callable[[type[BaseException] | None, BaseException | None, TracebackType | None], object]
 
 LONGEST_PHASE_S = 1800.0  # capturing, measuring, or writing a checkpoint of the largest models
 
@@ -50,6 +52,7 @@ class Session:
         communicator: joins the ranks.
         agreement: lets them fail together.
         watchdog: None where there is one rank only.
+        inside: the exits of contexts that end with the session at the latest, see `held_open`.
     """
 
     cluster: Cluster
@@ -57,6 +60,7 @@ class Session:
     communicator: Communicator
     agreement: Agreement
     watchdog: Watchdog | None
+    inside: list[Exit] = field(default_factory=list, repr=False)
 
     @property
     def rank(self) -> int:
@@ -115,6 +119,22 @@ class Session:
         if failed:
             raise _with_hosts(failed[0], told)
         return kept[0]
+
+    @contextmanager
+    def held_open(self, leave: Exit) -> Iterator[None]:
+        """If the session ends inside of the block, `leave` is called before it, as the exit of a context."""
+        self.inside.append(leave)
+        try:
+            yield
+        finally:
+            self.inside.remove(leave)
+
+    def leave_inside(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End what is still held open, the last one first."""
+        for leave in reversed([*self.inside]):
+            leave(kind, error, trace)
 
     def phase(self, words: str, limit_s: float = LONGEST_PHASE_S) -> AbstractContextManager[Any]:
         """Around what takes long and is no step: the watchdog is informed, so that no rank is reported as hanging before ``limit_s``."""
@@ -181,13 +201,15 @@ def open_session(
         else:
             cluster = _as_described(load_cluster(cluster_file), found, Path(cluster_file))
         communicator.links = Collectives(cluster=cluster).to_other_hosts()
-        yield Session(
+        session = Session(
             cluster=cluster,
             device=device,
             communicator=communicator,
             agreement=Agreement.of_all(key=key),
             watchdog=watchdog,
         )
+        stack.push(session.leave_inside)
+        yield session
 
 
 def _with_hosts(error: HeterodyneError, of_ranks: Sequence[tuple[str, HeterodyneError | None]]) -> HeterodyneError:
