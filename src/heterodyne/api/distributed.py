@@ -16,6 +16,7 @@ from heterodyne.api.loop.average import Average
 from heterodyne.api.loop.batches import BatchFormat, BatchLike, require_like_example
 from heterodyne.api.loop.callbacks import Callback
 from heterodyne.api.loop.calls import Calls
+from heterodyne.api.loop.inside import Inside
 from heterodyne.api.loop.model_with_loss import names_of
 from heterodyne.api.loop.prediction import BatchPredictor, Metric, gathered_outputs
 from heterodyne.api.loop.validation import KeptMetric, validated
@@ -87,6 +88,7 @@ class Distributed:
         self._unheld = worker.unheld(self._names.own)
         self._calls = Calls(session, self._unheld)
         self._predictor = BatchPredictor(worker, session.say)
+        self._inside = Inside(model, worker, session)
         planned = prepared.planned
         records = RunRecords(
             run=run,
@@ -173,7 +175,9 @@ class Distributed:
                 "reduced. Step inside of the 'with' block, or distribute the model again"
             )
         with self._calls.named("step()"), rescued_if_memory_ends(self._session, self._engine.rescue):
-            result = self._engine.step(lambda: self._named(batch), self._stop)
+            with self._inside.trained() as add_gradients:
+                result = self._engine.step(lambda: self._named(batch), self._stop)
+                add_gradients(result.scale)
             self._unheld.note_step()
             self._predictor.forget()
         self._tell(lambda callback: callback.on_step_end(self, result))
@@ -231,6 +235,57 @@ class Distributed:
         with self._calls.named("predict()"):
             named = self._named(batch, without_target=True)
             return gathered_outputs(list(self._predictor.parts(named)), self._session.communicator, on)
+
+    @checked_arguments
+    def activations(
+        self,
+        modules: str | Sequence[str],
+        batch: BatchLike,
+        *,
+        gather: bool = True,
+        on: Literal["all", "rank0"] = "all",
+    ) -> dict[str, Any]:
+        """Return by path what modules inside of the model return for a batch, in eval mode, as forward hooks see it on one device.
+
+        A module that is called several times in a forward has a list. In the place of tuples and lists are tuples, of other classes that
+        hold tensors dicts. The plan stays as it is; the model is captured once more, with these modules' outputs in its graph.
+
+        Args:
+            modules: paths, as ``named_modules()`` has them; ``*`` stands for anything ("blocks.*.mlp").
+            gather: bring the outputs together, on the host, the samples in order; False: a list of `OutputShard` of this rank, which may be
+                empty.
+            on: the ranks that are to have what is brought together; the others get an empty dict.
+
+        Raises HeterodyneError for a path that matches nothing, PlanError for a module whose output nothing computes under a plan, or of
+        which parts of a batch do not make up the whole.
+        """
+        with self._calls.named("activations()"):
+            patterns = [modules] if isinstance(modules, str) else modules
+            named = self._named(batch)
+            return self._inside.activations(patterns, lambda: self._worker.evaluate(named), on if gather else None)
+
+    @checked_arguments
+    @contextmanager
+    def edit(self, functions: Mapping[str, Callable[[Any], Any]]) -> Iterator[None]:
+        """Let modules inside of the model return something else while the block runs, in steps, evaluation, prediction and `activations`.
+
+        Args:
+            functions: by path, as in `activations`, a function or module that is called with what the module returns, for parts of the
+                batch, and gives what it returns instead: the same shape and type, or None for no change. Autograd goes through it. Tensors
+                of its own that require gradients (a probe, a steering vector) have that of the batch in ``.grad`` after a step, on all
+                ranks; another optimizer, of the script, may update them.
+
+        Each function is called with random numbers in the place of two samples before the block begins. Raises PlanError if it fails there,
+        changes the shape, or makes something else of samples together than of each alone.
+        """
+        with self._calls.named("edit()"):
+            edits = self._inside.edits(functions)
+            edits.__enter__()
+        try:
+            yield
+        finally:
+            self._predictor.forget()
+            edits.__exit__(None, None, None)
 
     @checked_arguments
     def loss_weights(self, parts: Sequence[Mapping[str, Tensor]]) -> list[float]:

@@ -49,6 +49,7 @@ from heterodyne.frontend.symbols import free_name
 from heterodyne.graph import ModuleOnly
 from heterodyne.model_copy import attributes_of
 from heterodyne.model_output import NUMBER, loss_of
+from heterodyne.module_outputs import at_samples
 
 __all__ = ["Role", "Traced", "export", "quiet", "tied_names"]
 
@@ -127,6 +128,7 @@ class _LossOnly(nn.Module):
         traced = _tensors(self.model) if self._attributes else {}
         for name, own in self._attributes.items():  # what torch.export puts in the place of weights has none
             vars(traced[name]).update(own)
+        at_samples(range(0))
         kept = Looked(self.model, self._functions)
         draws = PythonDraws(self.model)
         with torch.random.fork_rng(devices=()):

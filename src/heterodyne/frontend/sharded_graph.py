@@ -23,7 +23,8 @@ from heterodyne.frontend.sizes import spec_of
 from heterodyne.frontend.stage_graph import Writer
 from heterodyne.frontend.stage_values import CuttableGraph
 from heterodyne.graph import Ref, Size
-from heterodyne.graph.sharding import Layout, OpStrategy, Sharding, turns
+from heterodyne.graph.module_outputs import MODULE_OUTPUT
+from heterodyne.graph.sharding import REPLICATE, Layout, OpStrategy, Sharding, turns
 from heterodyne.graph.sharding.numbered import Numbered, Slot, Step
 from heterodyne.graph.sharding.rules import rule_of
 
@@ -87,6 +88,8 @@ class _ShardedWriter(Writer):
         if not is_op(node):
             return super()._op(node)
         strategies = [axis.strategies[node.name] for axis in self._axes]
+        if operator_name(node) == MODULE_OUTPUT:
+            return self._output_of_module(node, strategies)
         operands = self._operands(node, strategies)
         self._switches.to(region_of(node))
         copy = self._graph.node_copy(node, lambda n: self._copies[n])
@@ -102,6 +105,16 @@ class _ShardedWriter(Writer):
         if written:
             self._forget(node)
         return finished
+
+    def _output_of_module(self, node: fx.Node, strategies: Sequence[OpStrategy]) -> fx.Node:
+        """The script sees and changes whole tensors; how they are laid out before and after is as if it did not."""
+        source, *others = node.args
+        assert isinstance(source, fx.Node)
+        whole = (REPLICATE,) * len(self._axes)
+        operand = self._in_layout(source, whole)
+        self._switches.to(region_of(node))
+        made = self._finish(node, self._graph.call_function(node.target, (operand, *others)))  # type: ignore[arg-type]  # an operator
+        return self._converting(ref_of(node), made, whole, tuple(strategy.outputs[0] for strategy in strategies))
 
     def _operands(self, node: fx.Node, strategies: Sequence[OpStrategy]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of an op as its strategies want them, in the order of its schema, as `Op.operands` has them."""
@@ -141,12 +154,15 @@ class _ShardedWriter(Writer):
             return copy
         key = (copy, want)
         if key not in self._converted:
-            self._switches.to(Region())  # what is converted under no_grad would have no gradient elsewhere
-            for turn in turns(have, want):
-                number = self.steps.setdefault((ref, turn), len(self.steps))
-                copy = self._graph.call_method("convert", (self._members, copy, number))
-            self._converted[key] = copy
+            self._converted[key] = self._converting(ref, copy, have, want)
         return self._converted[key]
+
+    def _converting(self, ref: Ref, copy: fx.Node, have: _Layouts, want: _Layouts) -> fx.Node:
+        self._switches.to(Region())  # what is converted under no_grad would have no gradient elsewhere
+        for turn in turns(have, want):
+            number = self.steps.setdefault((ref, turn), len(self.steps))
+            copy = self._graph.call_method("convert", (self._members, copy, number))
+        return copy
 
     def _wanted(self, ref: Ref) -> _Layouts:
         return tuple(axis.wanted.get(ref, axis.layouts[ref]) for axis in self._axes)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from heterodyne.graph.ir import ModelGraph, Op, TensorSpec
+from heterodyne.graph.module_outputs import MODULE_OUTPUT
 from heterodyne.graph.size import Size
 
 __all__ = ["Crossing", "Value", "computed_again", "crossings", "mixing_samples", "stage_ops"]
@@ -125,7 +126,10 @@ def computed_again(graph: ModelGraph) -> frozenset[str]:
     stored = {p.name for p in graph.parameters}
     kept = stored | {b.name for b in graph.buffers}
     again: dict[str, Size] = {}  # with the operations that it takes, from the inputs on
+    read = {name for op in graph.ops for name in op.inputs}
     for op in graph.ops:
+        if op.kind == MODULE_OUTPUT and op.name not in read:  # but there to be seen
+            continue
         sources = [name for name in op.inputs if name in graph.op_by_name]
         if op.name in random or op.name in graph.batch_statistics or any(op.differentiable):
             continue

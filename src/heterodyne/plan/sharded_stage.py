@@ -12,6 +12,7 @@ from functools import lru_cache
 from heterodyne.errors import PlanError
 from heterodyne.graph.cut import crossings, stage_ops
 from heterodyne.graph.ir import ModelGraph, Op, Ref
+from heterodyne.graph.module_outputs import without_module_outputs
 from heterodyne.graph.sharding import COPY, PARTIAL, Layout, Mode, Price, Problem, Sharding, shard, shard_along, sharded
 from heterodyne.graph.size import Size
 from heterodyne.plan.plan import Pipeline, Stage
@@ -41,8 +42,14 @@ def shard_stage(graph: ModelGraph, pipeline: Pipeline, number: int) -> Sharding 
 
 @lru_cache(maxsize=256)
 def _solved(graph: ModelGraph, stage: Stage, starts: tuple[int, ...], number: int, samples: int) -> Sharding:
-    asked = [problem_of(graph, _along(stage, axis), starts, number, samples) for axis in range(len(stage.layout.axes))]
-    return shard_along([problem for problem, _, _ in asked], lambda problem, axis: shard(problem, *asked[axis][1:]))
+    plain = without_module_outputs(graph)
+    first, stop = stage.ops
+    stage = stage.model_copy(update={"ops": (plain.before[first], plain.before[stop])})
+    starts = tuple(plain.before[start] for start in starts)
+    axes = range(len(stage.layout.axes))
+    asked = [problem_of(plain.graph, _along(stage, axis), starts, number, samples) for axis in axes]
+    found = shard_along([problem for problem, _, _ in asked], lambda problem, axis: shard(problem, *asked[axis][1:]))
+    return found.showing(graph, plain.shown)
 
 
 def problem_of(

@@ -535,6 +535,21 @@ class Worker:
         if self._model.scale is not None and "loss_scale" in state:
             self._model.scale.load_state_dict(state["loss_scale"])
 
+    def lowered(self, *, training: bool | None) -> Lowered:
+        """Return what a step (``training``) or an evaluation would run now, None: what the latest step ran. Collective unless None. Raises
+        PlanError for a change of the model that cannot be followed."""
+        if training is None:
+            return self._variants.running.assignment.lowered
+        self._bring_together()
+        self._variants.asked_for()
+        if training:
+            now = self._variants.step(self.steps_done)
+            if not now.agreed():
+                raise self._variants.disagreement()
+            return now.variant.assignment.lowered
+        with eval_mode(self.module):
+            return self._variants.evaluation()[0].assignment.lowered
+
     @property
     def slowdowns(self) -> Slowdowns:
         """Of the ranks and links."""

@@ -25,7 +25,7 @@ from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.forward import autocast
 from heterodyne.runtime.worker import Worker
 
-__all__ = ["BatchPredictor", "Metric", "OutputPart", "gathered_outputs"]
+__all__ = ["BatchPredictor", "Metric", "OutputPart", "gathered_outputs", "gathered_rows"]
 
 Metric: TypeAlias = Callable[[Any, Any], tuple[float | Tensor, float | Tensor]]
 """``(outputs, part of the batch) -> (sum, count)`` over these samples; both are added up, and their ratio is the metric."""
@@ -198,14 +198,20 @@ def gathered_outputs(parts: Sequence[OutputPart], communicator: Communicator, on
             f"the model returns {told[0].kind}, in which nothing has a row for each sample: let forward return its outputs, as a tensor, "
             "a tuple, a mapping or an object that holds them beside the loss"
         )
-    size = sum(count for entry in told for _, count in entry.spans)
     wanted = on == "all" or communicator.rank == 0
+    spans = [entry.spans for entry in described]
     leaves: list[Tensor | None] = []
     for leaf, follows in enumerate(followed):
-        leaves.append(_leaf(leaf, own, described, size, communicator, on) if follows else None)
+        row = told[0].rows[leaf]
+        part = own.leaves[leaf] if own.leaves else None
+        leaves.append(gathered_rows(part, spans, row, communicator, on) if follows and row is not None else None)
     if not wanted:
         return None
     return pytree.tree_unflatten(leaves, pytree.tree_structure(told[0].skeleton, is_leaf=_is_hole))
+
+
+Row: TypeAlias = tuple[int, tuple[int, ...], torch.dtype]
+"""Of a tensor the dim of the samples, the shape of one sample of it, and the type."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +228,7 @@ class _Described:
     """What a rank has: its spans, and of each tensor the dim of the samples, the shape of one and the type, None for what has none."""
 
     spans: tuple[tuple[int, int], ...] = ()
-    rows: tuple[tuple[int, tuple[int, ...], torch.dtype] | None, ...] = ()
+    rows: tuple[Row | None, ...] = ()
     skeleton: Any = None
     kind: str = ""
 
@@ -257,36 +263,39 @@ class _Own:
         )
 
 
-def _leaf(
-    number: int,
-    own: _Own,
-    described: Sequence[_Described],
-    size: int,
+def gathered_rows(
+    part: Tensor | None,
+    spans: Sequence[Sequence[tuple[int, int]]],
+    row: Row,
     communicator: Communicator,
     on: Literal["all", "rank0"],
 ) -> Tensor | None:
-    """One tensor of the outputs, from all ranks. Collective."""
+    """Return a tensor of all samples, from all ranks, on the ranks that are to have it. Collective.
+
+    Args:
+        part: of this rank's samples, on the host, these in dim 0; None without any.
+        spans: of each rank's part the ``(first sample, count)``; all together cover each sample once.
+    """
     whole: Tensor | None = None
-    for rank, entry in enumerate(described):
-        if not entry.spans:
+    dim, shape, dtype = row
+    size = sum(count for own in spans for _, count in own)
+    for rank, own in enumerate(spans):
+        if not own:
             continue
-        row = entry.rows[number]
-        assert row is not None
         here = rank == communicator.rank
-        dim, shape, dtype = row
-        part = own.leaves[number] if here else torch.empty(sum(c for _, c in entry.spans), *shape, dtype=dtype)
-        assert part is not None
+        rows = part if here else torch.empty(sum(count for _, count in own), *shape, dtype=dtype)
+        assert rows is not None
         if on == "all":
-            communicator.control.broadcast(part, rank)
+            communicator.control.broadcast(rows, rank)
         elif here and rank != 0:
-            communicator.send(part, 0)
+            communicator.send(rows, 0)
         elif communicator.rank == 0 and rank != 0:
-            communicator.receive(part, rank)
+            communicator.receive(rows, rank)
         if on == "rank0" and communicator.rank != 0:
             continue
         whole = torch.empty(size, *shape, dtype=dtype) if whole is None else whole
-        for (first, count), rows in zip(entry.spans, torch.split(part, [c for _, c in entry.spans]), strict=True):
-            whole[first : first + count] = rows
+        for (first, count), values in zip(own, torch.split(rows, [count for _, count in own]), strict=True):
+            whole[first : first + count] = values
     return whole if whole is None else whole.movedim(0, dim)
 
 

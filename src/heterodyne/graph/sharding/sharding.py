@@ -14,7 +14,7 @@ from heterodyne.graph.ir import ModelGraph, Op, Ref
 from heterodyne.graph.sharding.dealing import dealt, dealt_to_all
 from heterodyne.graph.sharding.layout import Conversion, Layout, conversion
 from heterodyne.graph.sharding.problem import Problem
-from heterodyne.graph.sharding.rule import OpStrategy
+from heterodyne.graph.sharding.rule import WHOLLY, OpStrategy
 from heterodyne.graph.sharding.rules import rule_of
 from heterodyne.graph.sharding.solve import Choice, solve
 from heterodyne.graph.sharding.units import UnitFamilies, UnitFamily, families_of, limits
@@ -96,6 +96,33 @@ class Sharding:
         if layout is None or layout.kind != "shard":
             return None
         return layout.dim, self.sizes(Ref(name), layout, 1)
+
+    def showing(self, graph: ModelGraph, shown: Mapping[str, Ref]) -> Sharding:
+        """Return the same for the graph with ops that show tensors and leave their layouts as they are; see
+        `heterodyne.graph.module_outputs`."""
+        if not shown:
+            return self
+        layouts = {Ref(name): self.layouts[ref] for name, ref in shown.items() if ref in self.layouts}
+        cuts = {(ref, layout): family for (ref, layout), family in self.families.of.items()}
+        of_shown: dict[Ref, list[str]] = {}
+        for name, ref in shown.items():
+            of_shown.setdefault(ref, []).append(name)
+        more = {(Ref(name), layout): f for (ref, layout), f in cuts.items() for name in of_shown.get(ref, ())}
+        return replace(
+            self,
+            strategies={
+                **self.strategies,
+                **{ref.name: OpStrategy(WHOLLY, (at,), (at,)) for ref, at in layouts.items()},
+            },
+            layouts={**self.layouts, **layouts},
+            families=UnitFamilies(of={**cuts, **more}),
+            wanted={
+                **self.wanted,
+                **{Ref(name): self.wanted[ref] for name, ref in shown.items() if ref in self.wanted},
+            },
+            inner=None if self.inner is None else self.inner.showing(graph, shown),
+            graph=graph,
+        )
 
     def boxes(self, name: str) -> tuple[tuple[tuple[int, int, int], ...], ...]:
         """For each device the slices ``(dim, first, stop)`` of a parameter or buffer that it has, by dim; () if it has all of it."""

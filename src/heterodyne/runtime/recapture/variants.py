@@ -343,6 +343,10 @@ class Variants:
                 remedy = self._evaluate_by_hand if seen is self._evaluating else self._change_before
                 seen.variant = self._captured(state, before.changes(state, modes=modes), remedy())
 
+    def asked_for(self) -> None:
+        """Say that what is another now was asked for by name, and no step after the other needs it."""
+        self._in_a_row, self._row = 0, frozenset()
+
     def _note_row(self, seen: _Seen, changes: Sequence[Change]) -> None:
         if seen is self._training:
             names = frozenset(change.name for change in changes)

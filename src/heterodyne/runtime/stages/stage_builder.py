@@ -15,6 +15,7 @@ from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import PlanError
 from heterodyne.graph.cut import Value
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.graph.module_outputs import MODULE_OUTPUT
 from heterodyne.plan.kept import kept_ops
 from heterodyne.plan.mesh import lines
 from heterodyne.plan.placement import Placement, RankRole
@@ -168,6 +169,7 @@ class StageBuilder:
         self._p2p = channels.p2p if any(len(p.places) > 1 for p in plan.pipelines) else None
         self._divided = graph.loss.reduction == "terms"
         self._coupled = graph.loss.reduction == "coupled"
+        self._shows = any(op.kind == MODULE_OUTPUT for op in graph.ops)
         self._exchange = _exchange(placement, channels) if self._coupled else SampleExchange(None, 0)
         self._halves = frozenset(action.stage for action in assignment.actions if action.kind == "W")
         self._pipeline = None if self._role.pipeline is None else plan.pipelines[self._role.pipeline]
@@ -196,7 +198,9 @@ class StageBuilder:
         """Whether compiled code runs: that of the user's module in its place, or that of stages."""
         if self._pipeline is None:
             return True
-        if self._forward.intercepts or self._coupled:  # compiled code would not notice the functions that are replaced
+        if (
+            self._forward.intercepts or self._coupled or self._shows
+        ):  # compiled code would not notice what is called in their place
             return False
         if not self.cut:
             return self._compiled is not None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from heterodyne.model_output import LOSS
+from heterodyne.module_outputs import at_samples
 from heterodyne.runtime.exact.dropout import Draws
 from heterodyne.runtime.stages.deferred import DeferredWeights
 from heterodyne.runtime.stages.forward import Forward, on_device
@@ -122,6 +123,7 @@ class Stages:
         self, stage: int, index: int, inputs: Mapping[str, Tensor], draws: Draws | None, samples: range
     ) -> Tensor | None:
         inputs = on_device(inputs, self._device)
+        at_samples(samples)
         segments = self._segments[stage]
         values = self._values.setdefault(index, {})
         if stage in self._in_parts:
