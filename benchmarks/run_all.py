@@ -62,6 +62,7 @@ BENCHMARKS = (
     "moe",
     "families",
     "lives",
+    "looking_inside",
     "convergence",
     "capture_large",
     "kill_and_resume",
