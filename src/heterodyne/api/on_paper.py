@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -32,10 +32,12 @@ from heterodyne.predictor.software import Software, software_of
 from heterodyne.predictor.usable import context_bytes, usable_bytes
 from heterodyne.report.frontier import frontier_picture
 from heterodyne.report.plan_tables import changed_rows
+from heterodyne.report.sites import sites_picture, way_rows, ways_json
 from heterodyne.search.explain import result_of
 from heterodyne.search.fleet.evaluator import StoppedError
 from heterodyne.search.fleet.merged import merged
 from heterodyne.search.fleet.planner import FleetPlanner
+from heterodyne.search.fleet.sites import Outer, Way, ways_over_sites
 from heterodyne.search.fleet.space import Space
 from heterodyne.search.fleet.written import FleetResult, PaperPlanner
 from heterodyne.search.result import PlanningResult
@@ -61,6 +63,9 @@ def plan_on_paper(
     costs_of = costs_of_job(job, base, profile=wishes.profile, framework=wishes.framework)
     paper = _Paper(job=job, base=base, out=out, wishes=wishes, say=say, costs_of=costs_of)
     paper.announce(then)
+    if wishes.sites:
+        paper.compare_sites(then)
+        return 0
     result, devices = paper.found(then)
     before = paper.search(today, paper.space) if then is not today and not wishes.as_json else None
     result.plan.save(out)
@@ -180,6 +185,20 @@ class _Paper:
                 self.exports.takes, wishes.objective, space=space, watch=watch, frontier=wishes.frontier
             )
 
+    def compare_sites(self, fleet: Fleet) -> None:
+        """Print the ways over the sites of the fleet, the fastest first, and what a job says to train apart. Raises ClusterError."""
+        samples, outer = self.job.training.global_batch_size, Outer()
+        with watched(self.wishes.seconds, self.say) as watch:
+            ways = ways_over_sites(self._planner(fleet).planner, self.space, outer, watch=watch)
+        if self.wishes.as_json:
+            sys.stdout.write(ways_json(ways) + "\n")
+        else:
+            show(way_rows(ways, samples))
+            self.say(_inexact(ways))
+        if self.wishes.picture is not None:
+            sites_picture(ways, self.wishes.picture, title=f"{fleet.name}: {samples} samples a step")
+            self.say(f"wrote {self.wishes.picture}")
+
     def _with_families(self, fleet: Fleet, space: Space) -> FleetResult:
         """With the best of each kind of plan, where that was asked for."""
         result = self.search(fleet, space)
@@ -274,6 +293,19 @@ class _Paper:
         for path, text in self.exports.files(result.plan).items():
             write_text(path, text)
             self.say(f"wrote {path}")
+
+
+def _inexact(ways: Sequence[Way]) -> str:
+    """Return how the fastest way is asked for."""
+    best = ways[0]
+    if best.outer is None:
+        return f"the fastest is exact, {best.name}: plan it without --sites"
+    shares = ", ".join(f"{name}: {count}" for name, count in best.shares.items())
+    return (
+        f"the fastest, {best.name}, is inexact: the losses are not those of one device. A job asks for it with\n"
+        f"training:\n  sync: {{sites: outer, shares: {{{shares}}}, at: HOST:PORT, every: {best.outer.every}, bits: {best.outer.bits}, "
+        f"delay: {best.outer.delay}}}"
+    )
 
 
 def _room(pool: Pool, software: Software) -> int:

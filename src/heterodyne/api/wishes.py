@@ -27,6 +27,7 @@ class Wishes:
         picture: of the frontier.
         export: for ``megatron``, ``torchtitan`` or ``schedule`` (PyTorch's CSV), beside the plan.
         timeline: where the step goes, a rank for each stage: a trace for Perfetto.
+        sites: whether ways over the sites of the fleet are compared, in the place of a plan.
         runnable: the model is captured, and only a plan that runs with every op of it is taken.
         profile: measurements of kinds of the fleet; seconds are then theirs, not those of datasheets.
         as_json: print JSON and nothing else.
@@ -43,6 +44,7 @@ class Wishes:
     picture: Path | None = None
     export: str | None = None
     timeline: Path | None = None
+    sites: bool = False
     runnable: bool = False
     profile: Profile | None = None
     as_json: bool = False

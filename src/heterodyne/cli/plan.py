@@ -64,6 +64,13 @@ def command(
     families: Annotated[
         bool, typer.Option("--families", help="Show the best of each kind of plan, or why there is none.")
     ] = False,
+    sites: Annotated[
+        bool,
+        typer.Option(
+            "--sites",
+            help="Compare the ways over sites that a slow link joins: one plan, replicas, training apart.",
+        ),
+    ] = False,
     add: Annotated[
         list[str] | None,
         typer.Option("--add", metavar="8xH100", help="Compare with a fleet that has these devices too."),
@@ -117,6 +124,7 @@ def command(
         without=tuple(without or ()),
         links=tuple(links or ()),
         families=families,
+        sites=sites,
         framework=framework,
         seconds=within,
         picture=picture,

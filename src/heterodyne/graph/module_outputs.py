@@ -1,7 +1,7 @@
 """Ops that show tensors to the script (``heterodyne::module_output``), and the graph as it is without them.
 
-How tensors are laid out on devices must not depend on whether somebody looks: weights lie where they lie. So layouts are found for the
-graph without these ops, and each of them leaves its tensor as it was.
+How tensors are laid out on devices must not depend on whether somebody looks, since weights stay on their devices. So layouts are worked
+out for the graph without these ops, and each of them leaves its tensor as it was.
 """
 
 from __future__ import annotations

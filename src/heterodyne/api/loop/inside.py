@@ -67,7 +67,7 @@ class _Point:
 
     @property
     def dim(self) -> int | None:
-        """Where the samples are, in order; None: nowhere."""
+        """Return the dim in which the samples are, in order; None if there is none."""
         return self.op.samples[0] if self.op.samples else None
 
 

@@ -240,13 +240,10 @@ class Predictor:
         )
         shown_s = sync_s if zero < 2 else max(sync_s, step_s - pipelines_s - update_s)
         seconds = (pipelines_s, shown_s, update_s)
-        sent_usd = usd(self.exchanges(mix, layout), zero, max(counts)) if self.fleet.usd_per_byte else 0.0
         free = free or all(count < own for count, own in zip(counts, most, strict=True))
-        return Candidate(plan=plan, predicted=self._predicted(plan, seconds, sent_usd, replicas)), free
+        return Candidate(plan=plan, predicted=self._predicted(plan, seconds, replicas)), free
 
-    def _predicted(
-        self, plan: TemplatePlan, seconds: tuple[float, float, float], sync_usd: float, replicas: int
-    ) -> Predicted:
+    def _predicted(self, plan: TemplatePlan, seconds: tuple[float, float, float], replicas: int) -> Predicted:
         """Devices, money, energy and memory of a step. ``seconds``: of pipelines, of sync and of the update."""
         step_s = sum(seconds)
         used = [(self.fleet.pool(name), count) for name, count in plan.devices.items()]
@@ -278,17 +275,21 @@ class Predictor:
             samples_per_s=plan.global_batch / step_s if step_s > 0 else inf,
             devices=sum(count for _, count in used),
             usd_per_hour=hourly,
-            usd=None if hourly is None else hourly * step_s / 3600 + sync_usd + self._message_usd(plan),
+            usd=None if hourly is None else hourly * step_s / 3600 + self.traffic_usd(plan),
             joules=None if power is None else power * step_s,
             peak_bytes=max(peak for peak, _ in peaks),
             fullest_bytes=fullest,
             peak_share=fullest / room,
         )
 
-    def _message_usd(self, plan: TemplatePlan) -> float:
-        """Price of the messages between stages."""
+    def traffic_usd(self, plan: TemplatePlan) -> float:
+        """Return the price of what is sent in a step: messages between stages, gradients and parameters."""
         if not self.fleet.usd_per_byte:
             return 0.0
+        most = max(group.num_microbatches for group in plan.groups)
+        return usd(self.exchanges(plan.mix, plan.layout), plan.zero, most) + self._message_usd(plan)
+
+    def _message_usd(self, plan: TemplatePlan) -> float:
         usd = 0.0
         for group in plan.groups:
             tables = self.stage_tables.of(group.template)

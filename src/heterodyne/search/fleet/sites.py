@@ -1,0 +1,277 @@
+"""Ways to train one model at several sites that slow links join: seconds of a step, bytes between the sites, and money.
+
+Either one plan spans the sites, or each site has the whole model, a share of every global batch by its speed, and the fastest plan of its
+own devices; then what a site sends is as large as the model, whatever its plan. With numbers of b bits, N parameters and links of
+bandwidth B between a site and the one that keeps the totals, an exchange takes
+
+    T = 2 (N b / 8 / B + latency)          there and back
+
+and each step waits for T, or, where sites meet after H steps, each round of H steps waits for what a delay of d of them does not hide:
+max(0, T - d step). Traffic of replicas that meet in each step may overlap with their backward, which is not counted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from math import ceil, inf
+
+from heterodyne.cluster.fleet import Fleet, Pool, Wire
+from heterodyne.cost.layers import least_bytes
+from heterodyne.errors import ClusterError, InfeasibleError
+from heterodyne.search.fleet.evaluator import Watch
+from heterodyne.search.fleet.plan import Candidate
+from heterodyne.search.fleet.planner import FleetPlanner
+from heterodyne.search.fleet.predict import Predictor
+from heterodyne.search.fleet.space import Space
+
+__all__ = ["Outer", "Way", "sites_of", "ways_over_sites"]
+
+_BITS = (32, 16, 8)
+_ROUNDS = 3  # of shares by the speeds that the last ones gave
+_BYTES_OF_PARAMETER = 4
+_OVER_LINK = "a pipeline over the link"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """How sites meet seldom: after ``every`` of their steps, with numbers of ``bits``, while ``delay`` steps go on (None: as many as hide
+    the exchange, if there are so many)."""
+
+    every: int = 100
+    bits: int = 32
+    delay: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way over the sites.
+
+    Args:
+        exact: whether the result is that of one device.
+        step_s: seconds of a global batch; where sites meet seldom, on average.
+        bytes_per_step: between sites, in all directions together, on average.
+        usd: of a step, devices and traffic; None where a price is not known.
+        shares: samples of each global batch by site; none where one plan spans them.
+        outer: how sites meet, where each trains by itself; None where all devices do each step together.
+        note: why there is no such way; then all numbers are infinite.
+    """
+
+    name: str
+    exact: bool
+    step_s: float
+    bytes_per_step: float = 0.0
+    usd: float | None = None
+    shares: Mapping[str, int]
+    outer: Outer | None = None
+    note: str = ""
+
+    @property
+    def bytes_per_day(self) -> float:
+        return self.bytes_per_step * 86_400 / self.step_s
+
+
+def sites_of(fleet: Fleet) -> dict[str, tuple[Pool, ...]]:
+    """Return the pools of each site, which are the outermost places of the fleet.
+
+    Raises ClusterError where there are not several, or nothing says what joins two of them.
+    """
+    sites: dict[str, list[Pool]] = {}
+    for pool in fleet.pools:
+        sites.setdefault(pool.place[0] if pool.place else pool.name, []).append(pool)
+    if len(sites) < 2:
+        raise ClusterError(
+            f"fleet {fleet.name!r} is one site, {next(iter(sites))}: give its sites as regions or zones, and the links between them"
+        )
+    for a, b in combinations(sites, 2):
+        _link(fleet, sites[a], sites[b], (a, b))
+    return {name: tuple(pools) for name, pools in sites.items()}
+
+
+def ways_over_sites(
+    planner: FleetPlanner, space: Space, outer: Outer, *, watch: Watch | None = None
+) -> tuple[Way, ...]:
+    """Return the ways, the fastest first. Raises ClusterError for a fleet that is not of several sites."""
+    sites = sites_of(planner.fleet)
+    together = _one_plan(planner, space, sites, watch)
+    apart = _by_site(planner, space, sites, outer, watch)
+    known = {way.name for way in together if not way.note}
+    return tuple(sorted([*together, *(way for way in apart if way.name not in known)], key=lambda way: way.step_s))
+
+
+def _one_plan(
+    planner: FleetPlanner, space: Space, sites: Mapping[str, Sequence[Pool]], watch: Watch | None
+) -> list[Way]:
+    """The fastest plans of all devices: of pipelines over the link, of replicas, of some of the sites alone."""
+    found: dict[str, Candidate] = {}
+    why = ""
+    for each in (space, replace(space, max_pipelines=1)):
+        try:
+            ranked = planner.plan(space=each, watch=watch).ranked
+        except InfeasibleError as error:
+            why = str(error)
+            continue
+        for candidate in ranked:
+            name = _kind(candidate, sites)
+            if name not in found or candidate.predicted.step_s < found[name].predicted.step_s:
+                found[name] = candidate
+    if _OVER_LINK not in found:
+        no_pipeline = Way(
+            name=_OVER_LINK, exact=True, step_s=inf, shares={}, note=why or "none was among the plans that were tried"
+        )
+    return [
+        *(
+            Way(
+                name=name,
+                exact=True,
+                step_s=own.predicted.step_s,
+                bytes_per_step=_bytes_between(planner, sites, own),
+                usd=own.predicted.usd,
+                shares={},
+            )
+            for name, own in found.items()
+        ),
+        *(() if _OVER_LINK in found else (no_pipeline,)),
+    ]
+
+
+def _kind(found: Candidate, sites: Mapping[str, Sequence[Pool]]) -> str:
+    """What a plan is, as far as sites go."""
+    used = [name for name in sites if name in {_site(sites, pool) for pool in found.plan.devices}]
+    if len(used) < len(sites):
+        return f"{' and '.join(used)} alone"
+    spans = any(len({_site(sites, home.pool) for home in group.template.homes}) > 1 for group in found.plan.groups)
+    return _OVER_LINK if spans else _replicas(_BITS[0])
+
+
+def _replicas(bits: int) -> str:
+    return f"replicas, sums in {bits} bits"
+
+
+def _by_site(
+    planner: FleetPlanner, space: Space, sites: Mapping[str, Sequence[Pool]], outer: Outer, watch: Watch | None
+) -> list[Way]:
+    """Each site with the whole model."""
+    try:
+        shares, found = _shared(planner, space, sites, watch)
+    except InfeasibleError as error:
+        names = (*map(_replicas, _BITS), _apart(outer))
+        return [Way(name=name, exact=False, step_s=inf, shares={}, note=str(error)) for name in names]
+    step_s = max(own.predicted.step_s for own in found.values())
+    size = _parameters(planner) / 8  # in bytes, for each bit of a number
+    keeper, *others = sites
+    usd_per_byte = sum(_usd_per_byte(planner.fleet, sites[keeper], sites[name]) for name in others)
+    hourly = [own.predicted.usd_per_hour for own in found.values()]
+    each_step = [(_replicas(bits), Outer(every=1, bits=bits, delay=0)) for bits in _BITS]
+    made = []
+    for name, how in (*each_step, (_apart(outer), _hiding(outer, _exchange_s(planner, sites, outer.bits) / step_s))):
+        exposed_s = max(0.0, _exchange_s(planner, sites, how.bits) - (how.delay or 0) * step_s)
+        seconds = step_s + exposed_s / how.every
+        one_way = size * how.bits / how.every
+        priced = None if None in hourly else sum(h or 0.0 for h in hourly) * seconds / 3600
+        exact = how.every == 1 and how.bits == _BITS[0]
+        made.append(
+            Way(
+                name=name,
+                exact=exact,
+                step_s=seconds,
+                bytes_per_step=2 * len(others) * one_way,
+                usd=None if priced is None else priced + 2 * one_way * usd_per_byte,
+                shares=shares,
+                outer=None if exact else how,
+            )
+        )
+    return made
+
+
+def _apart(outer: Outer) -> str:
+    return f"apart, meeting every {outer.every} steps"
+
+
+def _hiding(outer: Outer, steps: float) -> Outer:
+    """With a delay that hides an exchange of so many steps, as far as there are so many before the next."""
+    return replace(outer, delay=min(outer.every - 1, ceil(steps))) if outer.delay is None else outer
+
+
+def _shared(
+    planner: FleetPlanner, space: Space, sites: Mapping[str, Sequence[Pool]], watch: Watch | None
+) -> tuple[dict[str, int], dict[str, Candidate]]:
+    """Return the samples of each site, so that all take about as long, and the fastest plans for these. Raises InfeasibleError."""
+    whole = planner.global_batch
+    weights = {name: float(sum(pool.devices for pool in pools)) for name, pools in sites.items()}
+    best: tuple[float, dict[str, int], dict[str, Candidate]] | None = None
+    for _ in range(_ROUNDS):
+        shares = _dealt(whole, weights)
+        found = {name: _alone(planner, space, pools, shares[name], watch) for name, pools in sites.items()}
+        longest = max(own.predicted.step_s for own in found.values())
+        if best is None or longest < best[0]:
+            best = longest, shares, found
+        weights = {name: shares[name] / own.predicted.step_s for name, own in found.items()}
+    assert best is not None
+    return best[1], best[2]
+
+
+def _dealt(whole: int, weights: Mapping[str, float]) -> dict[str, int]:
+    """Return whole numbers in proportion, at least 1 each, by cutting at rounded running totals."""
+    total, reached, given = sum(weights.values()), 0.0, 0
+    shares = {}
+    for place, (name, weight) in enumerate(weights.items(), 1):
+        reached += weight
+        last = min(max(round(whole * reached / total), given + 1), whole - (len(weights) - place))
+        shares[name] = last - given
+        given = last
+    return shares
+
+
+def _alone(planner: FleetPlanner, space: Space, pools: Sequence[Pool], samples: int, watch: Watch | None) -> Candidate:
+    """The fastest plan of one site for its share."""
+    names = tuple(pool.name for pool in pools)
+    return replace(planner, global_batch=samples).plan(space=replace(space, pools=names), watch=watch).best
+
+
+def _exchange_s(planner: FleetPlanner, sites: Mapping[str, Sequence[Pool]], bits: int) -> float:
+    """Seconds until every site has what came of all parameters: sent to the first site, and back. Its link is shared by the others."""
+    keeper, *others = sites
+    wires = [_link(planner.fleet, sites[keeper], sites[name], (keeper, name)) for name in others]
+    size = _parameters(planner) * bits / 8
+    return 2 * max(size / wire.bandwidth_bytes_per_s + wire.latency_s for wire in wires)
+
+
+def _parameters(planner: FleetPlanner) -> float:
+    """Return how many parameters the model has, by their bytes in fp32."""
+    return least_bytes(planner.costs, planner.fleet.kinds[0]) / 2 / _BYTES_OF_PARAMETER
+
+
+def _bytes_between(planner: FleetPlanner, sites: Mapping[str, Sequence[Pool]], found: Candidate) -> float:
+    """Return the bytes that a step sends between sites: its price, where a byte between them costs 1 and all else nothing."""
+    pairs = [(a, b) for one, other in combinations(sites.values(), 2) for a in one for b in other]
+    fleet = planner.fleet
+    inside = [(a.name, b.name) for pools in sites.values() for a, b in combinations(pools, 2)]
+    priced = {(a.name, b.name): 1.0 for a, b in pairs} | dict.fromkeys(inside, 0.0)
+    predictor = Predictor(
+        fleet=replace(fleet, usd_per_byte=priced),
+        tables=planner.tables,
+        global_batch=planner.global_batch,
+        software=planner.software,
+    )
+    return predictor.traffic_usd(found.plan)
+
+
+def _usd_per_byte(fleet: Fleet, one: Sequence[Pool], other: Sequence[Pool]) -> float:
+    return max(fleet.traffic_usd_per_byte(a, b) for a in one for b in other)
+
+
+def _link(fleet: Fleet, one: Sequence[Pool], other: Sequence[Pool], names: tuple[str, str]) -> Wire:
+    """The slowest that joins them. Raises ClusterError if nothing says what does."""
+    found = [wire for a in one for b in other if (wire := fleet.wire(a, b)) is not None]
+    if not found:
+        raise ClusterError(
+            f"nothing says what joins the sites {names[0]} and {names[1]}; add to links: "
+            f"{{between: [{names[0]}, {names[1]}], bandwidth: 1 Gb/s, latency: 40 ms}}"
+        )
+    return min(found, key=lambda wire: wire.bandwidth_bytes_per_s)
+
+
+def _site(sites: Mapping[str, Sequence[Pool]], pool: str) -> str:
+    return next(name for name, pools in sites.items() if any(pool == own.name for own in pools))
