@@ -468,3 +468,30 @@ def test_unlike_devices_of_one_node_are_a_machine_to_measure(tmp_path: Path) -> 
         written = "".join(f"  - {{name: n{number}, devices: [{devices}]}}\n" for number, devices in enumerate(nodes))
         (tmp_path / "cluster.yaml").write_text(f"name: c\nnodes:\n{written}")
         assert elsewhere(tmp_path / "cluster.yaml") is several
+
+
+CITIES = """\
+name: two cities
+links:
+  - {between: nodes, bandwidth: 100 Gb/s, latency: 10 us}
+  - {between: regions, bandwidth: 50 Mb/s, latency: 40 ms}
+regions:
+  - {name: berlin, nodes: [{kind: A100-SXM-80GB, devices_per_node: 2}]}
+  - {name: oslo, nodes: [{kind: A100-SXM-80GB, devices_per_node: 2}]}
+"""
+
+
+def test_ways_over_sites_are_compared(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (files / "cities.yaml").write_text(CITIES)
+    (files / "job.yaml").write_text(SMALL)
+    assert run(["plan", "job.yaml", "--cluster", "cities.yaml", "--sites", "--picture", "sites.png"]) == 0
+    shown = capsys.readouterr()
+    for words in ("Ways over the sites, 4 samples a step", "apart, meeting every 100 steps", "inexact", "berlin alone"):
+        assert words in shown.out
+    assert (files / "sites.png").stat().st_size
+    assert run(["plan", "job.yaml", "--cluster", "cities.yaml", "--sites", "--json"]) == 0
+    ways = json.loads(capsys.readouterr().out)
+    assert [way["step_s"] for way in ways if way["step_s"]] == sorted(way["step_s"] for way in ways if way["step_s"])
+    (files / "apart.yaml").write_text(re.sub(r"  - \{between: regions.*\n", "", CITIES))
+    assert run(["plan", "job.yaml", "--cluster", "apart.yaml", "--sites"]) == 2
+    assert "nothing says what joins the sites berlin and oslo; add to links" in capsys.readouterr().err
