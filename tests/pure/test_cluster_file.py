@@ -6,14 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterodyne.cluster import Cluster, Device, Link
 from heterodyne.cluster.file import load_cluster
 from heterodyne.cluster.file_values import CATALOG_LINK_LATENCY_S
-from heterodyne.cluster.written import cluster_from_json, cluster_to_json
+from heterodyne.cluster.written import cluster_from_json, cluster_to_json, cluster_to_yaml
 from heterodyne.errors import ClusterError
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "clusters").glob("*.yaml"))
@@ -164,33 +163,10 @@ def test_one_fault_is_one_message(write: Write) -> None:
     assert "\n" not in str(caught.value)
 
 
-def as_yaml(cluster: Cluster) -> str:
-    """The text of a file that describes the cluster, each device an entry of its own."""
-
-    def wire(link: Link) -> dict[str, object]:
-        return {"bandwidth": f"{link.bandwidth_bytes_per_s!r} B/s", "latency": f"{link.latency_s!r} s"}
-
-    nodes: list[dict[str, object]] = [
-        {
-            "name": name,
-            "devices": [
-                {"kind": d.kind, "memory": f"{d.memory_bytes} B", "backend": d.backend}
-                for d in cluster.devices
-                if d.node == name
-            ],
-            "link": next((wire(link) for link in cluster.links if set(link.between) == {name}), None),
-            **({"host_memory": f"{cluster.hosts[name]} B"} if name in cluster.hosts else {}),
-        }
-        for name in dict.fromkeys(d.node for d in cluster.devices)
-    ]
-    outer = [{"between": list(link.between), **wire(link)} for link in cluster.links if len(set(link.between)) == 2]
-    return yaml.safe_dump({"name": cluster.name, "nodes": nodes, "links": outer})
-
-
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_examples_survive_being_written_down(path: Path, write: Write) -> None:
     cluster = load_cluster(path)
-    assert load_cluster(write(as_yaml(cluster))) == cluster
+    assert load_cluster(write(cluster_to_yaml(cluster))) == cluster
     assert cluster_from_json(cluster_to_json(cluster)) == cluster
 
 
@@ -227,7 +203,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
 @settings(deadline=None, max_examples=50)
 @given(cluster=clusters())
 def test_writing_down_loses_nothing(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> None:
-    path = _write(as_yaml(cluster), tmp_path_factory.getbasetemp())
+    path = _write(cluster_to_yaml(cluster), tmp_path_factory.getbasetemp())
     assert load_cluster(path) == cluster
     assert cluster_from_json(cluster_to_json(cluster)) == cluster
 

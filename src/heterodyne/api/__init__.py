@@ -6,6 +6,7 @@ distribute   for one's own training loop; `options` says the loss, the plan and 
 measure_model, find_plan, simulate_plan   the steps on the way, each by itself; the last two without devices (`offline`)
 batches      datasets and streams for it, of which each rank reads its own samples
 train, verify, measure, plan, simulate   for job files: the verbs of the command line
+study        how a job scales, from many plans or many runs
 on_paper     plans for devices that are not here; without torch, as long as the model has not to be captured
 workers      starts one process a device where nobody else did
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from heterodyne.api.plan import plan_job
     from heterodyne.api.session import Session, open_session
     from heterodyne.api.simulate import Simulated, simulate_job
+    from heterodyne.api.study import StudyWishes, study_job
     from heterodyne.api.train import train_job
     from heterodyne.api.verify import verify_job
     from heterodyne.api.workers import on_every_device
@@ -44,6 +46,7 @@ _HOMES = {
     "RunOptions": "heterodyne.api.options",
     "Session": "heterodyne.api.session",
     "Simulated": "heterodyne.api.simulate",
+    "StudyWishes": "heterodyne.api.study",
     "Training": "heterodyne.api.again",
     "Trackers": "heterodyne.runtime.records.trackers.trackers",
     "batches": "heterodyne.api.global_batches",
@@ -57,6 +60,7 @@ _HOMES = {
     "plan_job": "heterodyne.api.plan",
     "simulate_job": "heterodyne.api.simulate",
     "simulate_plan": "heterodyne.api.offline",
+    "study_job": "heterodyne.api.study",
     "train_here": "heterodyne.api.again",
     "train_job": "heterodyne.api.train",
     "verify_job": "heterodyne.api.verify",
@@ -71,6 +75,7 @@ __all__ = [
     "RunOptions",
     "Session",
     "Simulated",
+    "StudyWishes",
     "Trackers",
     "Training",
     "batches",
@@ -84,6 +89,7 @@ __all__ = [
     "plan_job",
     "simulate_job",
     "simulate_plan",
+    "study_job",
     "train_here",
     "train_job",
     "verify_job",

@@ -25,7 +25,7 @@ from heterodyne.search.planner import plan as search_plan
 from heterodyne.sim.run import Simulation, simulate
 from heterodyne.timeline import Timeline
 
-__all__ = ["find_plan", "played", "require_fitting", "simulate_plan"]
+__all__ = ["find_plan", "measured_precision", "played", "require_fitting", "simulate_plan"]
 
 
 @checked_arguments
@@ -58,7 +58,7 @@ def find_plan(
         micro_batch_sizes=None if micro_batch_sizes == "auto" else micro_batch_sizes,
         optimizer=section.name,
         momentum=section.momentum,
-        precision=_measured_precision(cluster, profile),
+        precision=measured_precision(cluster, profile),
         bucket_bytes=None,
         strategy=strategy,
         able=Capabilities(graph, section.reach),
@@ -120,7 +120,7 @@ def _section(optimizer: OptimizerSection | None) -> OptimizerSection:
     return optimizer or OptimizerSection()
 
 
-def _measured_precision(cluster: Cluster, profile: Profile) -> Precisions:
+def measured_precision(cluster: Cluster, profile: Profile) -> Precisions:
     """Return the precision in which each kind of device was measured. Raises MeasureError if any was not."""
     profile.require({d.id: profile.devices[d.id].precision if d.id in profile.devices else "" for d in cluster.devices})
     found = {device.kind: profile.devices[device.id].precision for device in cluster.devices}

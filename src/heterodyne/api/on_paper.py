@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from heterodyne.api.paper_costs import captured, costs_of_job, paper_precisions, shape_of
-from heterodyne.api.paper_devices import FEW_DEVICES, planned_by_device
+from heterodyne.api.paper_devices import FEW_DEVICES, by_datasheets, planned_by_device
 from heterodyne.api.printing import result_json, show, show_result
 from heterodyne.api.watched import watched
 from heterodyne.api.wishes import Exports, Wishes
@@ -146,7 +146,8 @@ class _Paper:
             self.say(
                 "no plan fits that counts alike devices; searching device by device, with state sharded by memory and on hosts"
             )
-            planned = planned_by_device(self.job, fleet, captured(self.job, self.base))
+            graph = captured(self.job, self.base)
+            planned = planned_by_device(self.job, *by_datasheets(self.job, fleet, graph), graph)
             return result_of(planned), planned.cluster
         if self.wishes.runnable:
             able = Capabilities(captured(self.job, self.base), self.job.optimizer.reach)

@@ -68,6 +68,7 @@ def candidate_lines(result: PlanningResult) -> list[dict[str, object]]:
             "samples_per_s": None if not row.step_s else samples / row.step_s,
             "chosen": row.chosen,
             "why": row.note,
+            "devices": None if row.plan is None else row.plan.device_count,
         }
         for row in result.alternatives
     ]

@@ -28,6 +28,7 @@ from heterodyne.cli import (
     plan,
     report,
     simulate,
+    study,
     submit,
     train,
     verify,
@@ -86,7 +87,7 @@ def application() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for verb in (devices, kinds, measure, plan, simulate, train, verify, report, doctor, launch, submit):
+    for verb in (devices, kinds, measure, plan, simulate, train, study, verify, report, doctor, launch, submit):
         app.command(verb.__name__.rpartition(".")[2].replace("_", "-"))(_ending(verb.command))
     app.command("emulate", context_settings={"allow_interspersed_args": False})(_ending(emulate.command))
     return app

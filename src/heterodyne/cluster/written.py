@@ -1,15 +1,17 @@
-"""A Cluster written down as JSON, which holds any Cluster exactly."""
+"""A Cluster written down: as JSON, which holds any Cluster exactly, and as a cluster file for commands that take one."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
 
-from heterodyne.cluster.spec import Cluster
+import yaml
+
+from heterodyne.cluster.spec import Cluster, Link
 from heterodyne.errors import ClusterError
 from heterodyne.json_files import checked, parse_json
 
-__all__ = ["cluster_from_json", "cluster_to_json"]
+__all__ = ["cluster_from_json", "cluster_to_json", "cluster_to_yaml"]
 
 CLUSTER_VERSION = 1
 
@@ -29,3 +31,28 @@ def cluster_from_json(text: str, *, path: str | None = None) -> Cluster:
         return checked(Cluster, content)
     except (ValueError, TypeError) as error:
         raise ClusterError(f"not a cluster as it was saved ({error})", path=path) from error
+
+
+def cluster_to_yaml(cluster: Cluster) -> str:
+    """Return the text of a cluster file with an entry for each device: `load_cluster` reads the same cluster from it, as long as the ids
+    are those that a cluster file gives.
+    """
+
+    def wire(link: Link) -> dict[str, object]:
+        return {"bandwidth": f"{link.bandwidth_bytes_per_s!r} B/s", "latency": f"{link.latency_s!r} s"}
+
+    nodes: list[dict[str, object]] = [
+        {
+            "name": name,
+            "devices": [
+                {"kind": d.kind, "memory": f"{d.memory_bytes} B", "backend": d.backend}
+                for d in cluster.devices
+                if d.node == name
+            ],
+            "link": next((wire(link) for link in cluster.links if set(link.between) == {name}), None),
+            **({"host_memory": f"{cluster.hosts[name]} B"} if name in cluster.hosts else {}),
+        }
+        for name in dict.fromkeys(d.node for d in cluster.devices)
+    ]
+    outer = [{"between": list(link.between), **wire(link)} for link in cluster.links if len(set(link.between)) == 2]
+    return yaml.safe_dump({"name": cluster.name, "nodes": nodes, "links": outer})

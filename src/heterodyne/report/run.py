@@ -80,7 +80,9 @@ class Metrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A plan that was weighed. ``step_s`` and ``samples_per_s`` are predictions, None for one that does not fit; ``plan``: if known."""
+    """A plan that was weighed. ``step_s`` and ``samples_per_s`` are predictions, None for one that does not fit; ``plan``: if known;
+    ``devices``: how many take part, None where that was not written down.
+    """
 
     name: str
     step_s: float | None = None
@@ -88,6 +90,7 @@ class Candidate:
     chosen: bool = False
     why: str = ""
     plan: Plan | None = None
+    devices: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +218,7 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def candidates_from(rows: Iterable[Mapping[str, Any]]) -> tuple[Candidate, ...]:
-    """Plain rows ``{name, step_s, samples_per_s, chosen, why}`` as values. Raises KeyError for a row without a name."""
+    """Plain rows ``{name, step_s, samples_per_s, chosen, why, devices}`` as values. Raises KeyError for a row without a name."""
     return tuple(
         Candidate(
             name=str(row["name"]),
@@ -223,6 +226,7 @@ def candidates_from(rows: Iterable[Mapping[str, Any]]) -> tuple[Candidate, ...]:
             samples_per_s=_positive(row.get("samples_per_s")),
             chosen=bool(row.get("chosen", False)),
             why=str(row.get("why") or ""),
+            devices=count if type(count := row.get("devices")) is int else None,
         )
         for row in rows
     )
