@@ -58,7 +58,7 @@ class SyncSection(Section):
     nesterov: bool = True
     bits: Literal[32, 16, 8] = 32
     grace_s: Annotated[float, Field(gt=0)] = 60.0
-    start_s: Annotated[float, Field(gt=0)] = 1800.0
+    start_s: Annotated[float, Field(gt=0)] = 600.0
 
     @field_validator("at")
     @classmethod

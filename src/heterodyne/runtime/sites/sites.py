@@ -129,10 +129,11 @@ class Sites:
         done = self._worker.steps_done
         if self._due is not None and done >= min(self._due, self._steps.steps):
             self._end()
-        while self._number < self._steps.count and self._steps.due(self._number) <= done:
+        while self._due is None and self._number < self._steps.count and self._steps.due(self._number) <= done:
             self._bring()
             if not self._sync.delay or done >= self._steps.steps:
                 self._end()
+                done = self._worker.steps_done
         if done >= self._steps.steps:
             self._finish()
 
@@ -186,7 +187,8 @@ class Sites:
             came = self._ranks.on_rank0(lambda: None if self._speaker is None else self._speaker.end())
         fragment = self._steps.fragment(self._number)
         if isinstance(came, Merged):
-            self._take([fragment], self._sync.taken_over)
+            last = self._worker.steps_done >= self._steps.steps
+            self._take([fragment], 1.0 if last else self._sync.taken_over)
             self._note(came, fragment, time.monotonic() - started_s)
             self._number += 1
         elif came is None:
