@@ -54,6 +54,7 @@ BENCHMARKS = (
     "drop_in",
     "islands",
     "hosts",
+    "sites",
     "uneven_pipeline",
     "uneven_tensor_parallel",
     "large_head",

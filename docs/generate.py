@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from heterodyne import errors, job, tracker_options
+from heterodyne import errors, job, sync_section, tracker_options
 from heterodyne.cluster.catalog import catalog
 from heterodyne.plan import capabilities
 
@@ -123,6 +123,15 @@ def job_page() -> str:
         model = _model_of(job.Job.model_fields[name])
         summary, described = _docstring(model)
         text += ["", f"## {name}", "", summary, "", *_table(model, described)]
+    summary, described = _docstring(sync_section.SyncSection)
+    text += [
+        "",
+        "## training.sync",
+        "",
+        f"{summary} [More](../sites.md)",
+        "",
+        *_table(sync_section.SyncSection, described),
+    ]
     text += ["", "## metrics.trackers", "", f"{_docstring(tracker_options.TrackerOptions)[0]} Each writes one run."]
     for name, option in tracker_options.TrackerOptions.model_fields.items():
         model = next(kind for kind in typing.get_args(option.annotation) if kind is not type(None))

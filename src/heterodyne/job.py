@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from heterodyne.arguments import checked_arguments
 from heterodyne.documents import Section, Whole, read_yaml, validate
 from heterodyne.errors import JobError
 from heterodyne.secret_names import without_secrets
+from heterodyne.sync_section import OF_ANY_RUN, SyncSection
 from heterodyne.tracker_options import TrackerList, TrackerOptions, tracker_options
 from heterodyne.units import parse_bytes
 from heterodyne.yaml_text import YamlFaultError, parse_yaml
@@ -182,6 +183,8 @@ class TrainingSection(Section):
 
     ``on_out_of_memory``: what happens when the memory of a device ends in mid run. ``replan``: the step is applied nowhere, and the run
     goes on from there under a plan that asks no more of that device than it was seen to have; ``stop``: it ends with what it lacked.
+
+    ``sync``: sites that meet seldom, see `heterodyne.sync_section.SyncSection`; None: all devices do each step together.
     """
 
     steps: Positive = 100
@@ -196,6 +199,18 @@ class TrainingSection(Section):
     compile: bool = False
     deterministic: bool = True
     tf32: bool = False
+    sync: SyncSection | None = None
+
+    @field_validator("sync")
+    @classmethod
+    def _shares_of_a_batch(cls, value: SyncSection | None, info: ValidationInfo) -> SyncSection | None:
+        size = info.data.get("global_batch_size")
+        if value is not None and size is not None and sum(value.shares.values()) != size:
+            raise ValueError(
+                f"the shares of the sites add up to {sum(value.shares.values())} samples, and training.global_batch_size is {size}: they "
+                "are parts of it"
+            )
+        return value
 
 
 class OptimizerSection(Section):
@@ -339,6 +354,22 @@ class Job(Section):
         """
         return decisive(self.model_dump(mode="json"))
 
+    @property
+    def here(self) -> Job:
+        """This job as its site does it: with its share of the samples and of the steps; itself where there are no sites. Raises JobError
+        where it is not said which of them this is.
+        """
+        sync = self.training.sync
+        if sync is None:
+            return self
+        if sync.site is None:
+            raise JobError(f"training.sync: say which of the sites this is: --site {' or --site '.join(sync.shares)}")
+        own = {
+            "global_batch_size": sync.shares[sync.site],
+            "steps": sync.steps_of(sync.site, self.training.steps),
+        }
+        return self.model_copy(update={"training": self.training.model_copy(update=own)})
+
     def continuing(self, recorded: Mapping[str, Any]) -> Job:
         """This job, to go on with a run that recorded those fields: its schedule keeps the length that it had, unless this job
         gives another one.
@@ -374,6 +405,8 @@ def decisive(fields: Mapping[str, Any]) -> dict[str, Any]:
         optimizer.pop("schedule_steps", None)
     elif steps is not None:
         optimizer.setdefault("schedule_steps", steps)
+    if sync := kept.get("training", {}).get("sync"):
+        kept["training"]["sync"] = {name: value for name, value in sync.items() if name not in OF_ANY_RUN}
     return dict(without_secrets(kept))
 
 

@@ -62,6 +62,7 @@ def lightning() -> dict[str, Any]:
         ("docs/data.md", dict),
         ("docs/ddp.md", one_rank),
         ("docs/split.md", dict),
+        ("docs/sites.md", dict),
         ("docs/lightning.md", lightning),
     ],
 )

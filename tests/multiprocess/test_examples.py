@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from heterodyne.processes.port import reserve_port
 from multiprocess.crowd import launched
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -91,3 +92,23 @@ def test_examples_train(tmp_path: Path, start: Callable[..., str], command: tupl
     assert told in output
     assert len(losses(output)) == 6
     assert losses(output)[-1] < losses(output)[0]
+
+
+def test_two_sites_end_with_the_same_loss(tmp_path: Path) -> None:
+    sizes = ("training.steps=8", "training.sync.every=4", "parallelism.measure_s=1", "parallelism.rehearsal_s=0")
+    with reserve_port() as port:
+        sets = [word for size in (*sizes, f"training.sync.at=127.0.0.1:{port}") for word in ("--set", size)]
+    done = subprocess.run(
+        [sys.executable, "two_sites.py", *sets],
+        cwd=EXAMPLES,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.findall(r"(north|south): validation loss ([0-9.]+), 5 outer steps, [0-9,]+ bytes", done.stdout)
+    assert [site for site, _ in found] == ["north", "south"], done.stdout
+    assert found[0][1] == found[1][1]

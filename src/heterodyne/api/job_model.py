@@ -134,7 +134,7 @@ def job_worker(session: Session, job: Job, base: Path, prepared: Prepared, recor
     """The worker of this rank, with the job's model. Weights that are in files each rank reads, and only what it holds; others rank 0
     makes one after the other, and sends them. Collective.
     """
-    seed = job.training.seed
+    seed, sync = job.training.seed, job.training.sync
     found = stored_everywhere(session, lambda: build_stored(job.model, base=base))
     model, stored = found or (session.with_files(lambda: build(job.model, base=base, device="meta", seed=seed)), None)
     makes = session.rank == 0 and stored is None
@@ -147,7 +147,8 @@ def job_worker(session: Session, job: Job, base: Path, prepared: Prepared, recor
         model,
         optimizer=job.optimizer,
         total_steps=job.schedule_steps,
-        seed=job.training.seed,
+        seed=seed,
+        first_sample=0 if sync is None or sync.site is None else sync.first_of(sync.site),
         clip_grad_norm=job.training.clip_grad_norm,
         recorder=recorder,
         compile=job.training.compile,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -49,7 +50,12 @@ from heterodyne.runtime.records.progress import Reporter, SilentReporter, report
 from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.records.run_lock import occupied
 from heterodyne.runtime.records.shortages import Shortage
+from heterodyne.runtime.rendezvous.environment import given_secret
+from heterodyne.runtime.rendezvous.run_secret import secret_of_user
+from heterodyne.runtime.sites.data import SiteData
+from heterodyne.runtime.sites.sites import Sites, require_apart
 from heterodyne.runtime.trainer import Trainer, identity_of
+from heterodyne.runtime.worker import Worker
 from heterodyne.search.explain import result_of
 from heterodyne.secret_names import has_secrets
 from heterodyne.text_files import write_text
@@ -75,8 +81,10 @@ def train_job(
 
     ``name`` is that of the run directory where none is given. With ``resume`` the run goes on from its newest whole checkpoint;
     the plan that it was made under is kept if the cluster is the same, unless it is to ``replan``. ``restarted``: the directory may not be
-    there yet.
+    there yet. Of a job with sites it is what the one does that `training.sync` names as ``site``.
     """
+    whole, job = job, job.here
+    sync = job.training.sync
     arithmetic = open_session(cluster_file, deterministic=job.training.deterministic, tf32=job.training.tf32)
     with arithmetic as opened, ExitStack() as stack:
         run, disks = open_job_run(opened, name, run_dir, resume=resume, restarted=restarted)
@@ -85,7 +93,9 @@ def train_job(
             shortages = lacked_so_far(opened, run, disks) if resume else ()
             learned = () if given is not None else shortages  # a plan that is given is obeyed
             session = replace(opened, cluster=as_learned(opened.cluster, learned))
-            data = stack.enter_context(closing(open_data(session, job, base)))
+            data = stack.enter_context(closing(open_data(session, whole, base)))
+            if sync is not None and sync.site is not None:
+                data = SiteData(data, sync.first_of(sync.site), job.training.global_batch_size)
             found = _checkpoint(session, run) if resume else None
             if found is not None:
                 job = _continuing(session, job, data, found)
@@ -94,6 +104,8 @@ def train_job(
                 return 0
             source = capture_job(session, job, base, data, example_of=longest_step(shortages) or 0)
             graph = source.captured.graph
+            if sync is not None:
+                require_apart(graph, sync)
             if given is not None:
                 given = bind(given, graph, session.cluster)
             kept, profile = _kept(session, run, graph, given, shortages) if resume and not replan else (None, None)
@@ -107,11 +119,12 @@ def train_job(
                 )
             if prepared.planned is not None:
                 show_result(result_of(prepared.planned), session.cluster)
+            written = whole.model_copy(update={"optimizer": job.optimizer})
             if kept is None:  # else it stands there as it was, with the reasons of that time
-                session.agreement.only_on_rank0(lambda: _write_down(run, job, base, session, prepared))
+                session.agreement.only_on_rank0(lambda: _write_down(run, written, base, session, prepared))
             else:
-                session.agreement.only_on_rank0(lambda: _write_job(run, job, base))
-            outcome = _train(session, run, job, base, data, prepared, found, same_plan=kept is not None)
+                session.agreement.only_on_rank0(lambda: _write_job(run, written, base))
+            outcome = _train(session, run, whole, job, base, data, prepared, found, same_plan=kept is not None)
             return _INTERRUPTED if outcome.interrupted else 0
 
 
@@ -231,6 +244,7 @@ def _write_down(run: RunDirectory, job: Job, base: Path, session: Session, prepa
 def _train(
     session: Session,
     run: RunDirectory,
+    whole: Job,
     job: Job,
     base: Path,
     data: DataSource,
@@ -256,6 +270,7 @@ def _train(
         reporter=reporter,
         ideal_samples_per_s=ideal,
         phase=session.phase,
+        sites=_sites(session, worker, whole),
     )
     if found is not None:
         with told_while_building(session, prepared):
@@ -272,6 +287,24 @@ def _train(
         if first:
             _summarise(run, prepared.captured.graph, outcome)
     return outcome
+
+
+def _sites(session: Session, worker: Worker, whole: Job) -> Sites | None:
+    """The other sites of a job, if it has some."""
+    sync = whole.training.sync
+    if sync is None:
+        return None
+    return Sites(
+        worker,
+        session.communicator,
+        session.agreement,
+        sync,
+        steps=whole.training.steps,
+        batch=whole.training.global_batch_size,
+        secret=(given_secret(os.environ) or secret_of_user()).encode(),
+        say=session.say,
+        phase=session.phase,
+    )
 
 
 def _summarise(run: RunDirectory, graph: ModelGraph, outcome: Outcome) -> None:

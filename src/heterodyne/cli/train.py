@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from heterodyne.cli.options import ClusterOption, JobArgument, PlanOption, SetOp
 from heterodyne.cli.streams import output_may_be_lost
 from heterodyne.errors import HeterodyneError
 from heterodyne.job import Job
+from heterodyne.secret_names import SECRET_VARIABLE
 
 __all__ = ["command"]
 
@@ -26,6 +28,9 @@ def command(
     replan: Annotated[
         bool, typer.Option("--replan", help="With --resume: measure and plan again, for devices that have changed.")
     ] = False,
+    site: Annotated[
+        str | None, typer.Option("--site", metavar="NAME", help="Which of the sites of training.sync this is.")
+    ] = None,
     overrides: SetOption = None,
 ) -> int:
     """Train, and leave a report.
@@ -39,7 +44,14 @@ def command(
         raise HeterodyneError(
             "--replan goes with --resume, and without --plan: it measures and plans again what a run goes on under"
         )
+    if site is not None:
+        overrides = [*(overrides or ()), f"training.sync.site={site}"]
     wanted = Job.load(job, tuple(overrides or ()))
+    if wanted.here.training.sync is not None and SECRET_VARIABLE not in os.environ:
+        # What workers of this launch know each other by must be known to the other sites, too.
+        from heterodyne.runtime.rendezvous.run_secret import secret_of_user
+
+        os.environ[SECRET_VARIABLE] = secret_of_user()
     given = plan_at(plan)
     from heterodyne.api import Training, train_here
 

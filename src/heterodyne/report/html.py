@@ -18,6 +18,7 @@ from heterodyne.report.sections.curves import curve_charts
 from heterodyne.report.sections.devices import cluster_section
 from heterodyne.report.sections.overview import key_figures, plan_section, status
 from heterodyne.report.sections.predictions import prediction_section
+from heterodyne.report.sections.sites import sites_section
 from heterodyne.report.sections.stages import stage_section
 from heterodyne.report.sections.timelines import timeline_section
 from heterodyne.report.sections.times import time_section
@@ -72,6 +73,7 @@ def render(run: Run, *, reference_metrics: Path | None = None) -> str:
         series=SERIES,
         status=status(run),
         figures=key_figures(run, comparison),
+        sites=sites_section(run),
         cluster=cluster_section(run),
         plan=plan_section(run),
         timelines=timeline_section(run, comparison.step),

@@ -30,6 +30,7 @@ from heterodyne.yaml_text import YamlFaultError, parse_yaml
 __all__ = [
     "Candidate",
     "Metrics",
+    "OuterMetrics",
     "Run",
     "StepMetrics",
     "ValidationLoss",
@@ -62,14 +63,26 @@ class ValidationLoss:
     loss: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OuterMetrics:
+    """An outer step with other sites: which took part, and what it cost this one."""
+
+    number: int
+    sites: tuple[str, ...]
+    bytes: float
+    wait_s: float
+    time_s: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
     """Lines by rising step; of a step that was trained twice (killed, then resumed) the last line counts. ``slower``: which ranks and
-    links, as found after a step; "" if none is any more."""
+    links, as found after a step; "" if none is any more. ``outer``: outer steps with other sites, by their number."""
 
     steps: tuple[StepMetrics, ...] = ()
     validations: tuple[ValidationLoss, ...] = ()
     slower: tuple[tuple[int, str], ...] = ()
+    outer: tuple[OuterMetrics, ...] = ()
     unreadable: int = 0
 
     def median(self, name: str) -> float | None:
@@ -170,7 +183,7 @@ def load_run(directory: Path) -> Run:
     metrics = _metrics(content, files.metrics)
     return Run(
         directory=directory,
-        job=content.of(files.job, Job.load),
+        job=content.of(files.job, lambda path: Job.load(path).here),
         job_text=_shown(content.of(files.job, _text, "what was trained is not known") or ""),
         cluster=content.of(files.cluster, _cluster, "the devices are not described"),
         plan=content.of(files.plan, Plan.load, "shares and predictions are not known"),
@@ -194,6 +207,7 @@ def read_metrics(path: Path) -> Metrics:
     steps: dict[int, StepMetrics] = {}
     validations: dict[int, ValidationLoss] = {}
     slower: dict[int, str] = {}
+    outer: dict[int, OuterMetrics] = {}
     unreadable = 0
     for line in filter(str.strip, lines):
         fields = _line(line)
@@ -206,6 +220,9 @@ def read_metrics(path: Path) -> Metrics:
             validations[step] = ValidationLoss(step=step, loss=float(loss))
         if isinstance(fields.get("slower"), str):
             slower[step] = fields["slower"]
+        if (merged := _outer(fields)) is not None:
+            outer[merged.number] = merged
+            continue
         known = {name: float(fields[name]) for name in StepMetrics.__slots__[1:] if _is_number(fields.get(name))}
         if known:
             steps[step] = StepMetrics(step=step, **known)
@@ -213,6 +230,7 @@ def read_metrics(path: Path) -> Metrics:
         steps=tuple(steps[s] for s in sorted(steps)),
         validations=tuple(validations[s] for s in sorted(validations)),
         slower=tuple((s, slower[s]) for s in sorted(slower)),
+        outer=tuple(outer[number] for number in sorted(outer)),
         unreadable=unreadable,
     )
 
@@ -307,6 +325,16 @@ def _line(text: str) -> Mapping[str, Any]:
     except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def _outer(fields: Mapping[str, Any]) -> OuterMetrics | None:
+    number, sites = fields.get("outer_step"), fields.get("sites")
+    numbers = [fields.get(name) for name in ("sent_bytes", "received_bytes", "wait_s", "time_s")]
+    if not isinstance(number, int) or not isinstance(sites, str) or not all(map(_is_number, numbers)):
+        return None
+    sent, received, wait_s, time_s = map(float, numbers)
+    names = tuple(part.split()[0] for part in sites.split(",") if part.strip())
+    return OuterMetrics(number=number, sites=names, bytes=sent + received, wait_s=wait_s, time_s=time_s)
 
 
 def _is_number(value: object) -> TypeGuard[float]:

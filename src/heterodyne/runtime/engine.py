@@ -33,6 +33,7 @@ from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.records.peak_memory import forget_peak_memory, peak_memory_bytes
 from heterodyne.runtime.records.run_records import RunRecords
 from heterodyne.runtime.same_batch import digest, is_looked_at, require_same
+from heterodyne.runtime.sites.sites import Sites
 from heterodyne.runtime.skipped import SkippedSteps, require_finite
 from heterodyne.runtime.slices import BatchSource, is_source
 from heterodyne.runtime.step_result import StepResult
@@ -42,8 +43,9 @@ from heterodyne.text_files import write_text
 
 __all__ = ["DATA", "EXTRA", "Engine", "Outcome"]
 
-DATA, EXTRA, REGISTERED = "data", "extra", "registered"
-"""Entries of a checkpoint that are not the worker's: the position in the data of a job; ``extra`` and registered objects of a loop."""
+DATA, EXTRA, REGISTERED, SITES = "data", "extra", "registered", "sites"
+"""Entries of a checkpoint that are not the worker's: the position in the data of a job; ``extra`` and registered objects of a loop; what
+rank 0 keeps of outer steps with other sites."""
 
 Batch = Mapping[str, Tensor] | BatchSource
 _ENDS_S = 2.0
@@ -100,6 +102,7 @@ class Engine:
         names: those of states in checkpoints.
         most_skipped: so many steps in a row may be skipped.
         phase: entered, with words, around what takes long and is no step (checkpoints).
+        sites: the outer steps with other sites; None: there are none.
     """
 
     def __init__(
@@ -114,8 +117,10 @@ class Engine:
         names: StateNames | None = None,
         most_skipped: int = TrainingSection().max_skipped_steps,
         phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+        sites: Sites | None = None,
     ) -> None:
         self._worker = worker
+        self._sites = sites
         self._ranks = agreement
         self._plan = plan.dump()
         self._identity = dict(identity)
@@ -161,6 +166,8 @@ class Engine:
         give_back_memory()
         forget_peak_memory(self._worker.device)
         self._ranks.only_on_rank0(lambda: self._records.open(self.done))
+        if self._sites is not None:
+            self._sites.begin()
 
     def step(self, read: Callable[[], Batch], stop: StopRequest | None = None) -> StepResult:
         """Train on the batch that ``read`` gives. With ``stop`` the ranks ask each other whether to stop after it: see `stopping`.
@@ -193,6 +200,9 @@ class Engine:
         self._unnoted = _Done(result, done=self.done, seconds=seconds, memory_bytes=memory_bytes)
         if result.late is None:  # else its norm is there when the next step has its loss
             self._note_last()
+        if self._sites is not None:
+            self._sites.after(result)
+            self._note_outer(self._sites)
         return result
 
     @property
@@ -212,6 +222,10 @@ class Engine:
             raise self._stopped(error) from error
         if step.result.fault is None:
             self.prune()
+
+    def _note_outer(self, sites: Sites) -> None:
+        for line in sites.notes():
+            self._records.outer(line)
 
     def _note_in_time(self) -> None:
         """Write down the last step where a run breaks off, if the device ends it in a moment; others may not take part any more."""
@@ -256,6 +270,10 @@ class Engine:
             except NumericsError as error:
                 raise self._stopped(error) from error
             objects = self.registered.state()
+            if self._sites is not None:
+                self._sites.settle()
+                self._note_outer(self._sites)
+                beside = {**beside, SITES: self._sites.state_dict()}
             state = {
                 **self._names.own_state(self._worker.own_state()),
                 **({REGISTERED: objects} if objects else {}),
@@ -277,6 +295,8 @@ class Engine:
             state = dict(restored.state)
             beside = {key: state.pop(key) for key in (DATA, EXTRA) if key in state}
             objects = state.pop(REGISTERED, {})
+            if self._sites is not None:
+                self._sites.load_state_dict(state.pop(SITES, {}))
             self._worker.load_state_dict(self._names.captured_state(state))
             wrong = next(
                 (name for name in self._ranks.gather_or_raise(self._worker.not_finite) if name is not None), None
@@ -328,6 +348,8 @@ class Engine:
     def close(self) -> None:
         """End the records. On any rank, also where the others do not come any more."""
         self._note_in_time()
+        if self._sites is not None:
+            self._sites.close()
         self._records.close()
 
     def _stopped(self, error: NumericsError) -> NumericsError:
@@ -405,6 +427,8 @@ class Engine:
             self._ranks.only_on_rank0(write)
 
     def _wanted(self, keys: Sequence[str]) -> bool:
+        if keys[0] == SITES:
+            return self._ranks.rank == 0
         return keys[0] in (DATA, EXTRA, REGISTERED) or self._worker.needs(self._names.captured_keys(tuple(keys)))
 
     def _peak_memory_bytes(self) -> int:

@@ -26,6 +26,7 @@ from heterodyne.runtime.data.source import DataSource
 from heterodyne.runtime.engine import DATA, Engine, Outcome
 from heterodyne.runtime.records.progress import Reporter
 from heterodyne.runtime.records.run_records import RunRecords
+from heterodyne.runtime.sites.sites import Sites
 from heterodyne.runtime.worker import Worker
 from heterodyne.units import format_seconds
 
@@ -53,6 +54,7 @@ class Trainer:
         reporter: shown what happens, on rank 0; silent on the others.
         ideal_samples_per_s: what the devices reach together when each computes for itself; None: efficiency is not known.
         phase: entered, with words, around what takes long and is no step (checkpoints).
+        sites: the outer steps with other sites; None: there are none.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Trainer:
         reporter: Reporter,
         ideal_samples_per_s: float | None = None,
         phase: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+        sites: Sites | None = None,
     ) -> None:
         self._worker = worker
         self._data = data
@@ -100,6 +103,7 @@ class Trainer:
             say=self._say_first,
             most_skipped=job.training.max_skipped_steps,
             phase=phase,
+            sites=sites,
         )
         self._saved: int | None = None
         self._failed = 0  # checkpoints in a row

@@ -67,6 +67,7 @@ class Worker:
             ``(name, parameter)`` pairs if its first argument is called ``named_parameters``.
         total_steps: that the schedule of the learning rate stretches over.
         seed: of the dropout masks.
+        first_sample: the place in the global batch at which the batch of this worker begins, where that is a part of it.
         clip_grad_norm: the norm to which CLIP scales the gradient down; 0: it is not scaled.
         host_activation_bytes: of activations that this rank has in the memory of its host at a time, as was predicted: there must be room.
         recorder: notes what happens when; None: nothing is noted.
@@ -97,6 +98,7 @@ class Worker:
         optimizer: OptimizerSection | OptimizerFactory,
         total_steps: int,
         seed: int = 0,
+        first_sample: int = 0,
         clip_grad_norm: float = 1.0,
         host_activation_bytes: int = 0,
         recorder: Recorder | None = None,
@@ -134,6 +136,7 @@ class Worker:
                 programs=capture.programs,
                 home=lambda: held.gradients,
                 seed=seed,
+                first_sample=first_sample,
                 compiled=compiled,
                 compile_stages=compile_stages,
                 say=say,
@@ -497,6 +500,13 @@ class Worker:
         """
         with self._brought_together():
             return self._model.state.tensors(on, names)
+
+    def updated(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return trained parameters as the optimizer updates them (in fp32 where the model has 16 bits), whole and on every rank.
+        Collective. Tensors that are held here are the live ones.
+        """
+        with self._brought_together():
+            return self._model.state.updated(names)
 
     def weights_moved(self) -> bool:
         """Whether weights were changed since this was asked last, by a step or by anything else. Collective."""

@@ -25,6 +25,8 @@ def status(run: Run) -> dict[str, str]:
     if steps:
         of = f" of {run.job.training.steps}" if run.job else ""
         facts.append(f"step {steps[-1].step}{of}")
+    if run.job is not None and (sync := run.job.training.sync) is not None:
+        facts.append(f"site {sync.site} of {len(sync.shares)}: inexact, as asked for")
     duration = run.summary.get("seconds")
     if isinstance(duration, int | float):
         facts.append(seconds(float(duration)))

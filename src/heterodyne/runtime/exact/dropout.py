@@ -115,9 +115,11 @@ class SampleDropout(Interception):
 
     Recomputation (`torch.utils.checkpoint`) gets the masks of its forward: a call is known again by the state of torch's
     generator, which checkpointing restores. So the mode is kept active in the backward too.
+
+    ``first_sample``: the place in the global batch at which the batch of this run begins, where that is a part of it.
     """
 
-    def __init__(self, *, seed: int, device: torch.device) -> None:
+    def __init__(self, *, seed: int, device: torch.device, first_sample: int = 0) -> None:
         super().__init__(
             {
                 F.dropout: self._dropout,
@@ -134,17 +136,19 @@ class SampleDropout(Interception):
         )
         self._seed = seed
         self._device = device
+        self._first = first_sample
         self._of_all = Draws(step=0, samples=torch.zeros(0, dtype=torch.int64), first_sample=0)
         self._positions = torch.empty(0, dtype=torch.int32, device=device)
 
     def draws(self, step: int, samples: Sequence[int], first_call: int = 0) -> Draws:
-        """For the micro-batch of these samples (places in the global batch) of that step."""
-        of = (
+        """For the micro-batch of these samples (places in the batch of this run) of that step."""
+        of = self._first + (
             torch.arange(samples.start, samples.stop, samples.step, device=self._device)
             if isinstance(samples, range)
             else torch.tensor(samples, dtype=torch.int64, device=self._device)
         )
-        return Draws(step=step, samples=of, first_sample=samples[0] if samples else 0, first_call=first_call)
+        first = self._first + samples[0] if samples else 0
+        return Draws(step=step, samples=of, first_sample=first, first_call=first_call)
 
     @contextmanager
     def forward(self, draws: Draws) -> Iterator[None]:

@@ -13,7 +13,8 @@ Where the numbers come from:
     time_s                 Unix time
 
 Validation gives a line of its own: ``step``, ``validation_loss``, ``time_s``; and so does a rank or a link that has become slower than
-in the first steps: ``step``, ``slower`` (in words; empty when it is as fast as before again), ``time_s``.
+in the first steps: ``step``, ``slower`` (in words; empty when it is as fast as before again), ``time_s``. An outer step with other sites
+gives one too, see `OuterStep`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from heterodyne.processes import to_standard_error
 from heterodyne.runtime.records.whole_lines import WholeLines
 from heterodyne.text_files import open_regular
 
-__all__ = ["Line", "MetricsFile", "Slower", "StepRecord", "Validation", "tracked"]
+__all__ = ["Line", "MetricsFile", "OuterStep", "Slower", "StepRecord", "Validation", "tracked"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +70,29 @@ class Slower:
     time_s: float
 
 
-Line = StepRecord | Validation | Slower
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OuterStep:
+    """An outer step with other sites, which was taken over after so many steps.
+
+    Args:
+        outer_step: its number, from 1.
+        fragment: of the parameters, from 0.
+        sites: who took part, with the part of the outer average that is of each.
+        sent_bytes, received_bytes: by this site since the line before; where the sites meet, by all that others sent and received there.
+        wait_s: for the others, and for the link.
+    """
+
+    step: int
+    outer_step: int
+    fragment: int
+    sites: str
+    sent_bytes: int
+    received_bytes: int
+    wait_s: float
+    time_s: float
+
+
+Line = StepRecord | Validation | Slower | OuterStep
 
 
 class MetricsFile:
@@ -113,7 +136,8 @@ def tracked(line: Line) -> dict[str, float]:
     """The numbers of a line as trackers show them: ``train/loss`` and so on, ``validation/loss``."""
     values = asdict(line)
     del values["step"], values["time_s"]
-    names = {name: "validation/loss" if name == "validation_loss" else f"train/{name}" for name in values}
+    group = "sites" if isinstance(line, OuterStep) else "train"
+    names = {name: "validation/loss" if name == "validation_loss" else f"{group}/{name}" for name in values}
     return {names[name]: value for name, value in values.items() if isinstance(value, int | float)}
 
 

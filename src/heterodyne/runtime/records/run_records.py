@@ -9,7 +9,7 @@ from typing import Any
 
 from heterodyne.job import MetricsSection
 from heterodyne.run_directory import RunDirectory
-from heterodyne.runtime.records.metrics import Line, MetricsFile, Slower, StepRecord, Validation, tracked
+from heterodyne.runtime.records.metrics import Line, MetricsFile, OuterStep, Slower, StepRecord, Validation, tracked
 from heterodyne.runtime.records.progress import Reporter
 from heterodyne.runtime.records.trackers.trackers import Trackers
 from heterodyne.runtime.step_result import StepResult
@@ -75,6 +75,10 @@ class RunRecords:
             self.reporter.slower = result.slower
             self._write(Slower(step=done, slower=result.slower, time_s=time.time()))
         self.reporter.step(record)
+
+    def outer(self, line: OuterStep) -> None:
+        """Write an outer step with other sites."""
+        self._write(line)
 
     def validation(self, loss: float, *, done: int) -> None:
         line = Validation(step=done, validation_loss=loss, time_s=time.time())

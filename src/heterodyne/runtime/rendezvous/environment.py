@@ -17,7 +17,7 @@ from typing import NamedTuple
 from heterodyne.errors import WorkerError
 from heterodyne.secret_names import SECRET_VARIABLE
 
-__all__ = ["SECRET_VARIABLE", "WorkerEnvironment"]
+__all__ = ["SECRET_VARIABLE", "WorkerEnvironment", "given_secret"]
 
 _SHORTEST_SECRET = 16
 _HOW_TO_MEET = (
@@ -117,7 +117,7 @@ class WorkerEnvironment:
             node_rank=_number(given, node_rank, low=0, default=0),
             store_is_hosted=by is _TORCHRUN and given.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=_number(given, "TORCHELASTIC_RESTART_COUNT", low=0, default=0) if by is _TORCHRUN else 0,
-            secret=_secret(given),
+            secret=given_secret(given),
         )
 
 
@@ -163,8 +163,8 @@ def _meeting_point(given: Mapping[str, str], by: _Launcher, *, alone: bool) -> t
     return address or "localhost", 20_000 + zlib.crc32(job.encode()) % 10_000
 
 
-def _secret(given: Mapping[str, str]) -> str:
-    """Raises WorkerError, which does not show it."""
+def given_secret(given: Mapping[str, str]) -> str:
+    """Return the secret that these variables have; empty: none. Raises WorkerError, which does not show it."""
     if SECRET_VARIABLE not in given:
         return ""
     secret = given[SECRET_VARIABLE]

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 from heterodyne.runtime.rendezvous.run_secret import HandshakeError, SilentError, as_client, as_server
 from heterodyne.runtime.rendezvous.store_port import LOOPBACK, StorePort, is_own
 
-__all__ = ["Gateway", "StoreDoor", "Tunnel"]
+__all__ = ["Gateway", "Listener", "StoreDoor", "Tunnel", "keep_alive"]
 
 _DOOR = "127.0.0.2"  # on Linux, all of 127.0.0.0/8 is loopback
 _HANDSHAKE_S = 5.0
@@ -49,7 +49,7 @@ class _Connection(asyncio.StreamReaderProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._carrier = transport
         self._kept.add(transport)
-        _keep_alive(transport.get_extra_info("socket"))
+        keep_alive(transport.get_extra_info("socket"))
         super().connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -58,7 +58,7 @@ class _Connection(asyncio.StreamReaderProtocol):
         super().connection_lost(exc)
 
 
-class _Listener:
+class Listener:
     """A socket that is served in a thread of its own until `close`."""
 
     def __init__(self, listening: socket.socket, name: str) -> None:
@@ -117,7 +117,7 @@ class _Listener:
         return done.result()
 
 
-class Gateway(_Listener):
+class Gateway(Listener):
     """Lets connections through to a store on loopback, if they show the run's secret; others are counted and closed.
 
     Args:
@@ -142,7 +142,7 @@ class Gateway(_Listener):
             next(one for one, host in self._waiting.items() if host == most).close()
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
-                rank = await as_server(reader, writer, self._secret)
+                rank, _ = await as_server(reader, writer, self._secret)
         except (HandshakeError, OSError, TimeoutError):
             self._count(_host(writer))
             return
@@ -166,7 +166,7 @@ class Gateway(_Listener):
             )
 
 
-class StoreDoor(_Listener):
+class StoreDoor(Listener):
     """A port of loopback, of the same number as the store's, that leads this process to the store it keeps."""
 
     def __init__(self, store: StorePort) -> None:
@@ -186,7 +186,7 @@ class StoreDoor(_Listener):
             await _joined((reader, writer), await self._connected(sock=self._store.connect()))
 
 
-class Tunnel(_Listener):
+class Tunnel(Listener):
     """A port of loopback that leads this process through the gateway of the run to its store."""
 
     def __init__(self, address: str, port: int, *, secret: bytes, rank: int) -> None:
@@ -252,7 +252,7 @@ class Tunnel(_Listener):
         return reader, writer
 
 
-def _keep_alive(connection: socket.socket) -> None:
+def keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEPT_ALIVE.items():
         if hasattr(socket, name):

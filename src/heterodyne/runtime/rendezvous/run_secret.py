@@ -37,8 +37,8 @@ class SecretError(HandshakeError):
     """The other end has another secret."""
 
 
-async def as_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> int:
-    """Let in who knows the secret, and return its rank. Raises HandshakeError."""
+async def as_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> tuple[int, bytes]:
+    """Let in who knows the secret; return its rank, and a key that only the two ends of this connection have. Raises HandshakeError."""
     own = secrets.token_bytes(_NONCE)
     writer.write(GREETING + own)
     answer = await _exactly(reader, _NONCE + _RANK + _MAC)
@@ -47,11 +47,11 @@ async def as_server(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
         raise SecretError("it has another secret")
     writer.write(mac(secret, b"server", own, theirs))
     await writer.drain()
-    return int.from_bytes(theirs[_NONCE:], "big")
+    return int.from_bytes(theirs[_NONCE:], "big"), mac(secret, b"key", own, theirs)
 
 
-async def as_client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, rank: int) -> None:
-    """Show that this end knows the secret, and make sure that the other one does. Raises HandshakeError."""
+async def as_client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, rank: int) -> bytes:
+    """Show that this end knows the secret, make sure that the other one does, and return the key of `as_server`. Raises HandshakeError."""
     greeting = await _exactly(reader, len(GREETING) + _NONCE)
     if not greeting.startswith(GREETING):
         raise HandshakeError("what listens there is another program")
@@ -63,6 +63,7 @@ async def as_client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
         raise SecretError("it refused the secret") from None
     if not hmac.compare_digest(proof, mac(secret, b"server", theirs, own)):
         raise SecretError("it has another secret")
+    return mac(secret, b"key", theirs, own)
 
 
 def mac(secret: bytes, role: bytes, server: bytes, client: bytes) -> bytes:

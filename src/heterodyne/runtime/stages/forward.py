@@ -37,6 +37,7 @@ class Forward:
     Args:
         module: called as ``module(**inputs)``; returns its loss as a scalar, ``.loss``, ``["loss"]`` or the first of a tuple.
         graph: says whether the model draws random numbers or mixes samples; only then is anything intercepted.
+        first_sample: see `SampleDropout`.
         statistics: joins the ranks that have samples; None: this rank alone.
 
     Raises CaptureError if a random op's draws cannot be made to belong to the samples.
@@ -50,12 +51,13 @@ class Forward:
         device: torch.device,
         precision: Precision,
         seed: int,
+        first_sample: int = 0,
         statistics: ProcessGroup | None = None,
     ) -> None:
         self._module = module
         self._device = device
         self._precision = precision
-        self._dropout = SampleDropout(seed=seed, device=device) if graph.random else None
+        self._dropout = SampleDropout(seed=seed, device=device, first_sample=first_sample) if graph.random else None
         self._counts_batches = bool(graph.batch_statistics)
         several = statistics is not None and len(statistics.ranks) > 1
         self._batch_norm = GlobalBatchNorm(statistics) if statistics and several and graph.batch_statistics else None

@@ -144,6 +144,7 @@ class StageBuilder:
         programs: StagePrograms | None,
         home: Callable[[], GradientBuckets],
         seed: int,
+        first_sample: int = 0,
         compiled: Callable[..., object] | None = None,
         compile_stages: bool = False,
         say: Callable[[str], None] = lambda _: None,
@@ -164,6 +165,7 @@ class StageBuilder:
             device=self._device,
             precision=self._role.precision,
             seed=seed,
+            first_sample=first_sample,
             statistics=_statistics(placement, channels) if graph.batch_statistics else None,
         )
         self._p2p = channels.p2p if any(len(p.places) > 1 for p in plan.pipelines) else None

@@ -152,11 +152,11 @@ class MasterWeights:
         self.settled()
 
     @torch.no_grad()
-    def take(self, names: Collection[str]) -> None:
-        """Take over the weights of these parameters, which others have set in the model; further ones may be named."""
-        for name in names:
+    def take(self, values: Mapping[str, torch.Tensor | Pieces]) -> None:
+        """Take over these values of parameters, as this rank holds them, which the model has been given already."""
+        for name, value in values.items():
             if name in self._masters:
-                self._masters[name].copy_(self._own_weight(name))
+                self._masters[name].copy_(self.own_range(name, value))
 
     @contextmanager
     def lent(self) -> Iterator[None]:

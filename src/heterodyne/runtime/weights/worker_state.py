@@ -17,7 +17,7 @@ from heterodyne.runtime.weights.materialise import stored_tensors
 from heterodyne.runtime.weights.optimizer import load_state_by_name, require_kept_by_name, state_by_name
 from heterodyne.runtime.weights.ownership import Ownership
 from heterodyne.runtime.weights.parameter_groups import load_options, options_by_name
-from heterodyne.runtime.weights.pieces import as_tensor
+from heterodyne.runtime.weights.pieces import as_tensor, part_of
 from heterodyne.runtime.weights.whole_state import (
     gathered_model,
     gathered_optimizer,
@@ -31,7 +31,7 @@ from heterodyne.runtime.weights.whole_state import (
 
 __all__ = ["WorkerState"]
 
-_OPTIONS = "optimizer_options"
+_OPTIONS, _UPDATED = "optimizer_options", "updated"
 
 
 class WorkerState:
@@ -135,7 +135,22 @@ class WorkerState:
         for name, tensor in stored_tensors(self._module):
             if name in values and self._ownership.holds(rank, name):
                 put_own_part(name, tensor, values[name], self._ownership, rank, self._shards)
-        self._masters.take(values)
+        self._masters.take(
+            {
+                name: part_of(values[name], self._ownership.box(rank, name))
+                for name in self._masters.names
+                if name in values
+            }
+        )
+
+    def updated(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return what the optimizer updates of these trained parameters, in fp32 where the model has 16 bits, whole and on every rank.
+        Collective.
+        """
+        self._lead()
+        own = {name: {_UPDATED: self._updated[name].detach()} for name in names if name in self._updated}
+        found = gathered_optimizer(own, self._ownership, self._communicator, names)
+        return {name: found[name][_UPDATED] for name in names}
 
     def needs(self, keys: Sequence[str]) -> bool:
         """Whether `load` reads on this rank what these keys lead to."""

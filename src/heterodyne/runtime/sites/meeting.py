@@ -1,0 +1,306 @@
+"""Where sites meet: the global weights, the outer SGD on them, and who takes part in which outer step.
+
+An outer step is done once all sites that are there have come to it, or `grace_s` seconds after the first has. Who has not come by then is
+not waited for any more, until it joins again. What a site has earned while it was away is not lost: its pseudo-gradient since the last
+global weights that it had goes into the next outer step of each fragment, with the weight of all that its losses have counted since.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heterodyne.runtime.sites.frames import Message
+from heterodyne.runtime.sites.packing import packed, unpacked
+from heterodyne.sync_section import OuterSteps, SyncSection
+
+__all__ = ["ClosedError", "Meeting"]
+
+
+class ClosedError(ConnectionError):
+    """The meeting has ended."""
+
+
+@dataclass(frozen=True)
+class _Earned:
+    """What a site brings: its pseudo-gradient from a version of a fragment on, and what its losses have counted since."""
+
+    site: str
+    version: int
+    weight: float
+    gradient: Tensor
+
+
+@dataclass(frozen=True)
+class _Global:
+    """A fragment of the global weights.
+
+    Args:
+        exact: what the outer SGD updates.
+        told: what the sites have: with fewer than 32 bits a step behind ``exact`` by what rounding leaves out, which goes into the next.
+        momentum: of the outer SGD.
+        version: the outer steps that were done when it was made; 0: it is as training begins.
+    """
+
+    exact: Tensor
+    told: Tensor
+    momentum: Tensor
+    version: int = 0
+
+
+@dataclass
+class _Member:
+    """A site. ``visit``: which of its processes counts; ``had``: the version of each fragment that it was given last."""
+
+    visit: str = ""
+    there: bool = False
+    had: list[int] = field(default_factory=list)
+
+
+class Meeting:
+    """Answers the messages of sites, each in a thread of its own.
+
+    Args:
+        weights: a row for each fragment, as training begins.
+        steps: of the outer steps, those of the first site.
+        terms: what all sites must have alike, as plain JSON values.
+        say: takes lines for people, from any thread.
+    """
+
+    def __init__(
+        self,
+        sync: SyncSection,
+        weights: Sequence[Tensor],
+        *,
+        steps: OuterSteps,
+        terms: Mapping[str, Any],
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._sync, self._steps, self._terms, self._say = sync, steps, dict(terms), say
+        self._global = [_Global(row, row, torch.zeros_like(row)) for row in weights]
+        self._members = {name: _Member(had=[-1] * len(weights)) for name in sync.shares}
+        self._pools: list[list[_Earned]] = [[] for _ in weights]
+        self._number = 0  # of the outer step that comes next
+        self._came: dict[str, float] = {}  # to that one: what each brought
+        self._first_s: float | None = None  # when the first of them came
+        self._done: dict[
+            int, tuple[dict[str, float], bytes]
+        ] = {}  # of each fragment: who took part last, and its update
+        self._begun = False
+        self._joining_s: float | None = None
+        self._last_s, self._took_s = time.monotonic(), 0.0
+        self._closed = False
+        self._changed = threading.Condition()
+
+    def answer(self, message: Message) -> Message:
+        """Return what a site is told; blocks until it can be. Raises ClosedError."""
+        with self._changed:
+            refused = self._refused(message.head)
+            if refused is not None:
+                return Message({"refused": refused})
+            try:
+                return self._join(message) if message.head["what"] == "join" else self._outer_step(message)
+            finally:
+                self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Wait until every site has been given the last weights, at most `grace_s`."""
+        with self._changed:
+            last = [each.version for each in self._global]
+            self._changed.wait_for(
+                lambda: self._closed or all(member.had == last for member in self._members.values()),
+                self._sync.grace_s,
+            )
+
+    def close(self) -> None:
+        """End what waits here."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes. From any thread; tensors are never changed in place."""
+        with self._changed:
+            return {
+                "number": self._number,
+                "had": {name: list(member.had) for name, member in self._members.items()},
+                "global": [
+                    {"exact": each.exact, "told": each.told, "momentum": each.momentum, "version": each.version}
+                    for each in self._global
+                ],
+                "earned": [
+                    [
+                        {"site": each.site, "version": each.version, "weight": each.weight, "gradient": each.gradient}
+                        for each in pool
+                    ]
+                    for pool in self._pools
+                ],
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        with self._changed:
+            self._number = int(state["number"])
+            self._global = [_Global(**each) for each in state["global"]]
+            self._pools = [[_Earned(**each) for each in pool] for pool in state["earned"]]
+            for name, had in state["had"].items():
+                self._members[name].had = list(had)
+
+    def _refused(self, head: Mapping[str, Any]) -> str | None:
+        """Return why this site cannot take part, in words; None if it can."""
+        site = head["site"]
+        if site not in self._members:
+            return f"there is no site {site!r}: training.sync.shares of site {self._sync.keeper} has {', '.join(self._members)}"
+        if head["what"] != "join":
+            if self._members[site].visit not in ("", head["visit"]):
+                return f"another process has joined as site {site} since: end one of them, or give each its own --site"
+            return None
+        unlike = [name for name, value in self._terms.items() if head["terms"].get(name) != value]
+        if unlike:
+            name = unlike[0]
+            return (
+                f"{name} is {head['terms'].get(name)} at site {site}, and {self._terms[name]} at site {self._sync.keeper}: give all sites "
+                "the same job"
+            )
+        return None
+
+    def _join(self, message: Message) -> Message:
+        """Take what a site has earned, and give it all global weights. At the beginning all sites wait for each other here."""
+        head, member = message.head, self._members[message.head["site"]]
+        lacking = [f for f, version in enumerate(head["versions"]) if version > self._global[f].version]
+        rows = iter(message.rows)
+        if lacking and not head["globals"]:
+            # This end has come back from an older checkpoint: what the site was told is newer.
+            return Message({"lacking": lacking})
+        for fragment in head["globals"]:
+            version, row = head["versions"][fragment], next(rows)
+            told = unpacked(row, self._global[fragment].told.numel(), 32)
+            if version > self._global[fragment].version:
+                self._global[fragment] = replace(self._global[fragment], exact=told, told=told, version=version)
+            member.had[fragment] = version
+        for fragment in head["earned"]:  # in the order of the rows
+            self._take(head["site"], fragment, head["versions"][fragment], head["weights"][fragment], next(rows))
+        member.visit = visit = secrets.token_hex(8)
+        if head["number"] > self._number:
+            self._go_on_to(head["number"])
+        member.there = True
+        self._joining_s = self._joining_s or time.monotonic()
+        if not self._begun:
+            self._changed.notify_all()
+            self._wait(
+                lambda: self._begun or all(each.there for each in self._members.values()),
+                self._joining_s + self._sync.start_s,
+            )
+            if not self._begun:
+                self._begun, self._last_s = True, time.monotonic()
+                self._say_absent("training begins without")
+        elif head["site"] != self._sync.keeper:
+            self._say(f"site {head['site']} has joined")
+        member.had = [each.version for each in self._global]
+        return Message(
+            {
+                "number": self._number,
+                "visit": visit,
+                "versions": member.had,
+                "elapsed": min(1.0, (time.monotonic() - self._last_s) / self._took_s) if self._took_s else 0.0,
+            },
+            [packed(each.told, 32) for each in self._global],
+        )
+
+    def _outer_step(self, message: Message) -> Message:
+        head, member = message.head, self._members[message.head["site"]]
+        site, number = head["site"], head["number"]
+        fragment = self._steps.fragment(number)
+        before = self._global[fragment].version
+        if not member.there or number < self._number or head["version"] != member.had[fragment]:
+            return Message({"behind": True})
+        if number > self._number:
+            self._go_on_to(number)
+        self._take(site, fragment, head["version"], head["weight"], message.rows[0])
+        self._came[site] = head["weight"]
+        self._first_s = self._first_s or time.monotonic()
+        self._changed.notify_all()
+        until = self._first_s + self._sync.grace_s
+
+        def complete() -> bool:
+            return all(name in self._came for name, each in self._members.items() if each.there)
+
+        self._wait(lambda: self._number > number or complete(), until)
+        if self._number <= number:
+            self._do()
+        if self._global[fragment].version != number + 1:
+            return Message({"behind": True})  # others have gone on while this one waited for its turn to speak
+        took_part, update = self._done[fragment]
+        whole = self._sync.bits == 32 or head["version"] != before
+        row = packed(self._global[fragment].told, 32) if whole else update
+        return Message({"number": number, "whole": whole, "weights": took_part}, [row])
+
+    def _take(self, site: str, fragment: int, version: int, weight: float, row: bytes) -> None:
+        """Put what a site has earned into the next outer step of a fragment, in the place of what it has brought from there before."""
+        if version != self._members[site].had[fragment]:
+            self._say(
+                f"site {site} comes with work on older global weights than it was given last, of which they have a part already: it is "
+                "left out"
+            )
+            return
+        gradient = unpacked(row, self._global[fragment].told.numel(), self._sync.bits)
+        others = [each for each in self._pools[fragment] if (each.site, each.version) != (site, version)]
+        self._pools[fragment] = [*others, _Earned(site, version, weight, gradient)]
+
+    def _go_on_to(self, number: int) -> None:
+        if self._came:
+            self._do()
+        self._number = max(self._number, number)
+
+    def _do(self) -> None:
+        """Do the outer step that is next, with what there is."""
+        fragment, now = self._steps.fragment(self._number), time.monotonic()
+        pool = sorted(self._pools[fragment], key=lambda each: each.site)
+        self._pools[fragment] = []
+        of = self._global[fragment]
+        total = sum(each.weight for each in pool)
+        exact, momentum = of.exact, of.momentum
+        if total:
+            gradient = torch.zeros_like(exact)
+            for each in pool:
+                gradient.add_(each.gradient, alpha=each.weight / total)
+            momentum = gradient if not self._sync.momentum else momentum * self._sync.momentum + gradient
+            step = gradient + self._sync.momentum * momentum if self._sync.nesterov else momentum
+            exact = exact - self._sync.lr * step
+        update, told = b"", exact
+        if self._sync.bits < 32:
+            update = packed(exact - of.told, self._sync.bits)
+            told = of.told + unpacked(update, exact.numel(), self._sync.bits)
+        took_part = {name: sum(each.weight for each in pool if each.site == name) for name in self._members}
+        self._done[fragment] = {name: weight for name, weight in took_part.items() if weight}, update
+        self._global[fragment] = _Global(exact, told, momentum, self._number + 1)
+        for name, member in self._members.items():
+            if name in self._came:
+                member.had[fragment] = self._number + 1
+            elif member.there:
+                member.there = False
+                self._say(
+                    f"site {name} did not come within {self._sync.grace_s:g} s: outer step {self._number + 1} is done without it"
+                )
+        self._number += 1
+        self._came, self._first_s = {}, None
+        self._took_s, self._last_s = now - self._last_s, now
+        self._changed.notify_all()
+
+    def _wait(self, come: Callable[[], bool], until_s: float) -> None:
+        """Wait until so, or until then. Raises ClosedError."""
+        self._changed.wait_for(lambda: self._closed or come(), max(0.0, until_s - time.monotonic()))
+        if self._closed:
+            raise ClosedError
+
+    def _say_absent(self, words: str) -> None:
+        absent = [name for name, member in self._members.items() if not member.there]
+        if absent:
+            self._say(f"{words} {', '.join(absent)}, which did not come within {self._sync.start_s:g} s")

@@ -1,0 +1,284 @@
+"""What rank 0 of a site has of the meeting: the global weights that it was given last, what the site has earned since, the way there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from heterodyne.errors import NumericsError, WorkerError
+from heterodyne.runtime.rendezvous.gateway import keep_alive
+from heterodyne.runtime.rendezvous.run_secret import HandshakeError, SecretError, as_client
+from heterodyne.runtime.sites.fragments import Fragment
+from heterodyne.runtime.sites.frames import STALLED_S, Message, read_message, write_message
+from heterodyne.runtime.sites.meeting import Meeting
+from heterodyne.runtime.sites.packing import packed, unpacked
+from heterodyne.secret_names import SECRET_VARIABLE
+from heterodyne.sync_section import SyncSection
+
+__all__ = ["AtHome", "Joined", "Merged", "Over", "Speaker", "Way"]
+
+_CONNECT_S = 10.0
+_AGAIN_S = 1.0
+
+
+class Way(Protocol):
+    """A way to the meeting. ``sent``, ``received``: bytes."""
+
+    sent: int
+    received: int
+
+    def ask(self, message: Message, *, within_s: float) -> Message:
+        """Return the answer, which begins to come within so many seconds. Raises OSError and EOFError where there is none."""
+
+
+class AtHome:
+    """The meeting is in this process."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self.sent = self.received = 0
+
+    def ask(self, message: Message, *, within_s: float) -> Message:
+        del within_s
+        return self._meeting.answer(message)
+
+
+class Over:
+    """The meeting is at an address: a connection for each message, so that nothing has to be kept open in between."""
+
+    def __init__(self, address: tuple[str, int], *, secret: bytes, place: int) -> None:
+        self._address, self._secret, self._place = address, secret, place
+        self.sent = self.received = 0
+
+    def ask(self, message: Message, *, within_s: float) -> Message:
+        return asyncio.run(self._asked(message, within_s))
+
+    async def _asked(self, message: Message, within_s: float) -> Message:
+        async with asyncio.timeout(_CONNECT_S):
+            reader, writer = await asyncio.open_connection(*self._address)
+        try:
+            keep_alive(writer.get_extra_info("socket"))
+            try:
+                async with asyncio.timeout(_CONNECT_S):
+                    key = await as_client(reader, writer, self._secret, self._place)
+                self.sent += await write_message(writer, message, key, "site")
+                answer, received = await read_message(reader, key, "meeting", within_s=within_s + STALLED_S)
+            except SecretError as error:
+                host, port = self._address
+                raise WorkerError(
+                    f"the meeting of the sites at {host}:{port}: {error}. Set {SECRET_VARIABLE} to the same long random text at all sites "
+                    "(what `openssl rand -hex 32` prints)"
+                ) from error
+            except HandshakeError as error:
+                raise ConnectionError(str(error)) from error
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+        self.received += received
+        return answer
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The site is among the others: ``number`` of the outer step that comes next, and which part of the way to it they have gone."""
+
+    number: int
+    elapsed: float
+
+
+@dataclass(frozen=True)
+class Merged:
+    """An outer step was done: how much each site has counted in it."""
+
+    number: int
+    weights: Mapping[str, float]
+
+
+class Speaker:
+    """Speaks for a site.
+
+    Args:
+        weights: a row for each fragment, as training begins.
+        terms: see `Meeting`.
+
+    ``given``: the global weights, a row for each fragment, as this site has them.
+    """
+
+    def __init__(
+        self,
+        sync: SyncSection,
+        fragments: Sequence[Fragment],
+        weights: Sequence[Tensor],
+        way: Way,
+        *,
+        terms: Mapping[str, Any],
+        say: Callable[[str], None],
+    ) -> None:
+        self._sync, self._fragments, self.way, self._terms, self._say = sync, fragments, way, dict(terms), say
+        self.given = list(weights)
+        self._versions = [0] * len(fragments)
+        self._left_out = [torch.zeros(0) for _ in fragments]  # of the last pseudo-gradient, by rounding
+        self._counted = 0.0  # by the losses of this site
+        self._merged = [0.0] * len(fragments)  # of that, what the global weights have
+        self._visit = ""
+        self._thread = ThreadPoolExecutor(1, "heterodyne-site")
+        self._asked: Future[Message] | None = None
+        self._unheard = 0  # outer steps in a row that nobody was reached for
+
+    def count(self, counted: float) -> None:
+        """Note what the losses of a step have counted."""
+        self._counted += counted
+
+    def join(self, number: int, rows: Sequence[Tensor]) -> Joined:
+        """Join the others, bring what was earned, and take over all global weights. Raises OSError, WorkerError.
+
+        Args:
+            number: of the outer step that would be next here.
+            rows: the weights of this site.
+        """
+        earned = [f for f in range(len(rows)) if self._counted > self._merged[f]]
+        brought = {f: self._gradient(f, rows[f]) for f in earned}
+        head = {
+            "what": "join",
+            "site": self._sync.site,
+            "terms": self._terms,
+            "number": number,
+            "versions": self._versions,
+            "earned": earned,
+            "weights": [self._counted - merged for merged in self._merged],
+            "globals": [],
+        }
+        gradients = [row for row, _ in brought.values()]
+        answer = self._ask(Message(head, gradients), self._sync.start_s)
+        if lacking := answer.head.get("lacking"):
+            globals_ = [packed(self.given[f], 32) for f in lacking]
+            answer = self._ask(Message({**head, "globals": lacking}, [*globals_, *gradients]), self._sync.start_s)
+        self._visit, self._unheard = answer.head["visit"], 0
+        self._versions = list(answer.head["versions"])
+        self.given = [unpacked(row, rows[f].numel(), 32) for f, row in enumerate(answer.rows)]
+        for fragment, (_, left_out) in brought.items():
+            self._left_out[fragment] = left_out
+        self._merged = [self._counted] * len(rows)
+        return Joined(answer.head["number"], answer.head["elapsed"])
+
+    def join_at_last(self, number: int, rows: Sequence[Tensor]) -> Joined:
+        """As `join`, at the beginning: the meeting may begin after this site. Raises WorkerError."""
+        until, said = time.monotonic() + self._sync.start_s, False
+        while True:
+            try:
+                return self.join(number, rows)
+            except (EOFError, OSError) as error:
+                where = "training.sync.at " + self._sync.at
+                if time.monotonic() > until:
+                    raise WorkerError(
+                        f"site {self._sync.site} found nobody at {where} within {self._sync.start_s:g} s ({_why(error)}): start site "
+                        f"{self._sync.keeper} there, and open that port"
+                    ) from error
+                if not said:
+                    self._say(f"waiting for site {self._sync.keeper} at {where} ({_why(error)})")
+                    said = True
+                time.sleep(_AGAIN_S)
+
+    def begin(self, number: int, fragment: int, row: Tensor) -> None:
+        """Bring what was earned to an outer step; `end` waits for what comes of it. Raises NumericsError."""
+        data, left_out = self._gradient(fragment, row)
+        head = {
+            "what": "step",
+            "site": self._sync.site,
+            "visit": self._visit,
+            "number": number,
+            "version": self._versions[fragment],
+            "weight": self._counted - self._merged[fragment],
+        }
+        self._under_way = (fragment, left_out, self._counted)
+        self._asked = self._thread.submit(self._ask, Message(head, [data]), self._sync.grace_s)
+
+    def end(self) -> Merged | OSError | None:
+        """Return what came of `begin`: None where the others have gone on and this site has to join again, OSError where nobody was
+        reached.
+
+        Raises WorkerError where the site is refused.
+        """
+        assert self._asked is not None
+        asked, self._asked = self._asked, None
+        fragment, left_out, counted = self._under_way
+        try:
+            answer = asked.result()
+        except (EOFError, OSError) as error:
+            self._unheard += 1
+            if self._unheard == 1:
+                self._say(
+                    f"the meeting of the sites at {self._sync.at} is not reached ({_why(error)}): this site trains on alone, and brings "
+                    "what it has earned once it is"
+                )
+            return OSError(_why(error))
+        if answer.head.get("behind"):
+            return None
+        if self._unheard:
+            self._say(f"the meeting of the sites is reached again, after {self._unheard} outer steps")
+            self._unheard = 0
+        size = self.given[fragment].numel()
+        if answer.head["whole"]:
+            self.given[fragment] = unpacked(answer.rows[0], size, 32)
+        else:
+            self.given[fragment] = self.given[fragment] + unpacked(answer.rows[0], size, self._sync.bits)
+        self._versions[fragment] = answer.head["number"] + 1
+        self._left_out[fragment], self._merged[fragment] = left_out, counted
+        return Merged(answer.head["number"], answer.head["weights"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` takes."""
+        return {
+            "given": list(self.given),
+            "versions": list(self._versions),
+            "left_out": list(self._left_out),
+            "counted": self._counted,
+            "merged": list(self._merged),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self.given, self._versions = list(state["given"]), list(state["versions"])
+        self._left_out, self._counted = list(state["left_out"]), float(state["counted"])
+        self._merged = list(state["merged"])
+
+    def close(self) -> None:
+        """Wait for nothing any more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _gradient(self, fragment: int, row: Tensor) -> tuple[bytes, Tensor]:
+        """Return the pseudo-gradient as it is sent, and what rounding leaves out of it."""
+        gradient = self.given[fragment] - row
+        if not gradient.isfinite().all():
+            names = ", ".join(list(self._fragments[fragment].names)[:3])
+            raise NumericsError(
+                f"the weights of site {self._sync.site} are not finite (among {names}): they are not brought to the others"
+            )
+        if self._sync.bits == 32:
+            return packed(gradient, 32), self._left_out[fragment]
+        if self._left_out[fragment].numel():
+            gradient = gradient + self._left_out[fragment]
+        data = packed(gradient, self._sync.bits)
+        return data, gradient - unpacked(data, gradient.numel(), self._sync.bits)
+
+    def _ask(self, message: Message, within_s: float) -> Message:
+        answer = self.way.ask(message, within_s=within_s)
+        refused = answer.head.get("refused")
+        if refused is not None:
+            raise WorkerError(str(refused))
+        return answer
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    return str(getattr(error, "strerror", None) or error or type(error).__name__)

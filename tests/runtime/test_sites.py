@@ -1,0 +1,217 @@
+"""The meeting of sites, their fragments and their packed rows, in one process."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from heterodyne.errors import NumericsError, WorkerError
+from heterodyne.runtime.sites.fragments import fragments_of
+from heterodyne.runtime.sites.meeting import Meeting
+from heterodyne.runtime.sites.packing import packed, unpacked
+from heterodyne.runtime.sites.speaker import AtHome, Joined, Merged, Speaker
+from heterodyne.sync_section import OuterSteps, SyncSection
+
+WEIGHTS = (torch.arange(4.0), torch.ones(2))
+TERMS = {"training.steps": 40}
+
+
+class Group:
+    """Sites of one process, each with a speaker."""
+
+    def __init__(self, **sync: Any) -> None:
+        self.shares = {"a": 1, "b": 1}
+        self.fields = {"sites": "outer", "shares": self.shares, "at": "a:1", "every": 10, "fragments": 2, **sync}
+        self.said: list[str] = []
+        self.fragments = fragments_of({"w": (4,), "v": (2,)}, 2)
+        self.meeting = self.made()
+        self.speakers = {name: self.speaker(name) for name in self.shares}
+
+    def made(self) -> Meeting:
+        steps = OuterSteps(every=10, fragments=2, steps=40)
+        return Meeting(SyncSection.model_validate(self.fields), WEIGHTS, steps=steps, terms=TERMS, say=self.said.append)
+
+    def speaker(self, name: str, terms: dict[str, Any] = TERMS) -> Speaker:
+        sync = SyncSection.model_validate({**self.fields, "site": name})
+        return Speaker(sync, self.fragments, WEIGHTS, AtHome(self.meeting), terms=terms, say=self.said.append)
+
+    def together(self, *does: Any) -> list[Any]:
+        found: list[Any] = [None] * len(does)
+
+        def run(place: int) -> None:
+            found[place] = does[place]()
+
+        threads = [threading.Thread(target=run, args=(place,)) for place in range(len(does))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        return found
+
+    def join(self, *names: str, number: int = 0) -> list[Joined]:
+        return self.together(*(lambda name=name: self.speakers[name].join(number, WEIGHTS) for name in names))
+
+    def step(self, number: int, moved: dict[str, tuple[float, Tensor]]) -> list[Any]:
+        """Each site has counted so much since and has these weights now."""
+
+        def of(name: str) -> Any:
+            counted, row = moved[name]
+            self.speakers[name].count(counted)
+            self.speakers[name].begin(number, number % 2, row)
+            return self.speakers[name].end()
+
+        return self.together(*(lambda name=name: of(name) for name in moved))
+
+
+PLAIN = {"lr": 1.0, "momentum": 0.0}
+
+
+def test_the_outer_average_is_weighted_by_what_each_site_has_counted() -> None:
+    group = Group(**PLAIN)
+    group.join("a", "b")
+    one, other = torch.tensor([1.0, 1, 1, 1]), torch.tensor([5.0, 1, 2, 9])
+    came = group.step(0, {"a": (30, one), "b": (10, other)})
+    assert came == [Merged(0, {"a": 30, "b": 10})] * 2
+    for speaker in group.speakers.values():
+        assert torch.allclose(speaker.given[0], 0.75 * one + 0.25 * other)
+        assert torch.equal(speaker.given[1], WEIGHTS[1]), "the other fragment has its own outer step"
+
+
+def test_the_outer_optimizer_is_torchs_sgd() -> None:
+    group = Group(fragments=1, lr=0.7, momentum=0.9)
+    group.fragments = fragments_of({"w": (4,)}, 1)
+    weights = [WEIGHTS[0]]
+    steps = OuterSteps(every=10, fragments=1, steps=40)
+    group.meeting = Meeting(SyncSection.model_validate(group.fields), weights, steps=steps, terms=TERMS)
+    speakers = {name: group.speaker(name) for name in group.shares}
+    for speaker in speakers.values():
+        speaker.given = weights
+    group.together(*(lambda each=each: each.join(0, weights) for each in speakers.values()))
+    judged = torch.nn.Parameter(WEIGHTS[0].clone())
+    sgd = torch.optim.SGD([judged], lr=0.7, momentum=0.9, nesterov=True)
+    generator = torch.Generator().manual_seed(0)
+    for number in range(4):
+        moves = {name: torch.randn(4, generator=generator) for name in speakers}
+
+        def outer(name: str, number: int = number, moves: dict[str, Tensor] = moves) -> None:
+            speakers[name].count(1.0)
+            speakers[name].begin(number, 0, speakers[name].given[0] - moves[name])
+            assert isinstance(speakers[name].end(), Merged)
+
+        group.together(*(lambda name=name: outer(name) for name in speakers))
+        judged.grad = (moves["a"] + moves["b"]) / 2
+        sgd.step()
+        assert torch.allclose(speakers["a"].given[0], judged.detach(), atol=1e-6)
+
+
+def test_who_does_not_come_is_done_without_and_brings_later_what_it_has_earned() -> None:
+    group = Group(**PLAIN, grace_s=0.2)
+    group.join("a", "b")
+    row = WEIGHTS[0] - 1
+    assert group.step(0, {"a": (10, row)}) == [Merged(0, {"a": 10})]
+    assert any("site b did not come within 0.2 s" in line for line in group.said)
+    assert group.step(0, {"b": (30, row)}) == [None], "the others have gone on"
+    joined = group.speakers["b"].join(1, [row, WEIGHTS[1]])
+    assert joined.number == 1
+    assert torch.equal(group.speakers["b"].given[0], row), "it has the global weights"
+    group.step(1, {"a": (0, WEIGHTS[1]), "b": (0, WEIGHTS[1])})
+    came = group.step(2, {"a": (10, row), "b": (0, row)})
+    assert came == [Merged(2, {"a": 10, "b": 30})] * 2
+
+
+def test_work_that_the_others_have_already_is_not_taken_twice() -> None:
+    group = Group(**PLAIN)
+    group.join("a", "b")
+    kept = group.speakers["b"].state_dict()
+    group.step(0, {"a": (10, WEIGHTS[0] - 1), "b": (10, WEIGHTS[0] - 1)})
+    again = group.speaker("b")
+    again.load_state_dict({**kept, "counted": 10.0})
+    again.join(1, [WEIGHTS[0] - 1, WEIGHTS[1]])
+    assert torch.equal(again.given[0], WEIGHTS[0] - 1)
+    assert any("of which they have a part already" in line for line in group.said)
+    assert [len(pool) for pool in group.meeting.state_dict()["earned"]] == [0, 1], "of the other fragment it is new"
+
+
+def test_a_meeting_from_an_older_checkpoint_takes_the_newest_weights_of_the_sites() -> None:
+    group = Group(**PLAIN)
+    group.join("a", "b")
+    old = group.meeting.state_dict()
+    row = WEIGHTS[0] - 1
+    group.step(0, {"a": (10, row), "b": (10, row)})
+    group.meeting = group.made()
+    group.meeting.load_state_dict(old)
+    for speaker in group.speakers.values():
+        speaker.way = AtHome(group.meeting)
+    joined = group.together(*(lambda each=each: each.join(1, [row, WEIGHTS[1]]) for each in group.speakers.values()))
+    assert [each.number for each in joined] == [1, 1]
+    assert all(torch.equal(each.given[0], row) for each in group.speakers.values())
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_what_rounding_leaves_out_comes_with_the_next(bits: int) -> None:
+    """The sum of all that is told of a constant pseudo-gradient follows the sum of what was meant."""
+    group = Group(**PLAIN, bits=bits)
+    group.join("a", "b")
+    move = torch.tensor([1.0, 0.3001, 0.0071, -0.0003])
+    for number in range(0, 80, 2):
+        group.step(number, {name: (1, group.speakers[name].given[0] - move) for name in group.shares})
+        group.step(number + 1, {name: (1, group.speakers[name].given[1]) for name in group.shares})
+    gone = WEIGHTS[0] - group.speakers["a"].given[0]
+    assert torch.equal(group.speakers["a"].given[0], group.speakers["b"].given[0])
+    coarse = (unpacked(packed(move, bits), 4, bits) - move).abs().max()
+    once = {16: 2.0**-9, 8: 1 / 254}[bits]  # each way, of a largest value of about 1
+    assert (gone - 40 * move).abs().max() < 2.5 * once < 40 * coarse
+
+
+def test_another_job_and_a_second_process_of_a_site_are_refused() -> None:
+    group = Group(**PLAIN)
+    group.join("a", "b")
+    with pytest.raises(WorkerError, match=r"training.steps is 41 at site b, and 40 at site a"):
+        group.speaker("b", {"training.steps": 41}).join(0, WEIGHTS)
+    group.speaker("b").join(0, WEIGHTS)
+    group.speakers["b"].begin(0, 0, WEIGHTS[0])
+    with pytest.raises(WorkerError, match="another process has joined as site b"):
+        group.speakers["b"].end()
+
+
+def test_weights_that_are_not_finite_are_not_brought() -> None:
+    group = Group(**PLAIN)
+    group.join("a", "b")
+    with pytest.raises(NumericsError, match="are not finite"):
+        group.speakers["a"].begin(0, 0, torch.full((4,), math.nan))
+
+
+@given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=20), count=st.integers(1, 6))
+def test_fragments_hold_every_parameter_once_and_are_about_alike(sizes: Sequence[int], count: int) -> None:
+    shapes = {f"w{number}": (size, 3) for number, size in enumerate(sizes)}
+    fragments = fragments_of(shapes, count)
+    assert sorted(name for fragment in fragments for name in fragment.names) == sorted(shapes)
+    assert max(f.size for f in fragments) - min(f.size for f in fragments) <= 3 * max(sizes)
+    values = {name: torch.randn(shape) for name, shape in shapes.items()}
+    for fragment in fragments:
+        if fragment.shapes:
+            assert all(
+                torch.equal(value, values[name]) for name, value in fragment.values(fragment.row(values)).items()
+            )
+
+
+@settings(deadline=None)
+@given(size=st.integers(0, 700), bits=st.sampled_from([32, 16, 8]), seed=st.integers(0, 99))
+def test_rows_come_back_as_near_as_their_bits_allow(size: int, bits: int, seed: int) -> None:
+    row = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+    data = packed(row, bits)
+    back = unpacked(data, size, bits)
+    assert len(data) == size * bits // 8 + (-(-size // 256) * 4 if bits == 8 else 0)
+    allowed = {32: 0.0, 16: 2.0**-8, 8: 1 / 254}[bits]
+    largest = row.abs() if bits == 16 else row.abs().max() if size else torch.zeros(0)
+    assert bool(((back - row).abs() <= allowed * 1.001 * largest).all())
+    with pytest.raises(ValueError, match="bytes for"):
+        unpacked(data + b"\0", size, bits)
