@@ -126,7 +126,7 @@ class Refiner:
 
     def _ordered(self, shape: Pipeline) -> Iterator[Built]:
         """With the schedules and orders that fit, and again with the boundaries moved for the best of them."""
-        found = list(self._variants(shape))
+        found = list(self.variants(shape))
         yield from (built for built, _ in found)
         if not found:
             return
@@ -137,9 +137,9 @@ class Refiner:
             return
         moved = self._moved(shape, orders_of(built.schedule or "1F1B", built.pipeline), demands.reads)
         if moved != shape:
-            yield from (again for again, _ in self._variants(moved))
+            yield from (again for again, _ in self.variants(moved))
 
-    def _variants(self, pipeline: Pipeline) -> Iterator[tuple[Built, Demands]]:
+    def variants(self, pipeline: Pipeline) -> Iterator[tuple[Built, Demands]]:
         """Without recompute, with as few micro-batches in flight as fit; and with recompute or activations on hosts for more of them."""
         count, ranks = len(pipeline.micro_batches), len(pipeline.places)
         folded = len(pipeline.stages) > ranks

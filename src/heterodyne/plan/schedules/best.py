@@ -130,6 +130,8 @@ def _encoded(work: PipelineWork, recomputing: frozenset[int]) -> Iterator[tuple[
     yield "one at a time", alone
     for name, orders in named_orders(work.places, work.micro_batches, recomputing).items():
         yield name, work.clock.encode(orders)
+    if len(work.places) > len(work.free_bytes):
+        yield "layer by layer", work.clock.encode(_stage_by_stage(work, recomputing))
     for policy in _policies(chunks=len(work.places) > len(work.free_bytes)):
         rows = greedy_rows(work, policy)
         if rows is not None:
@@ -165,6 +167,21 @@ def _one_at_a_time(work: PipelineWork, recomputing: frozenset[int]) -> Orders:
             rows[place].append(Action(stage, "F", index))
         for stage in reversed(range(len(work.places))):
             rows[work.places[stage]].append(Action(stage, "B", index))
+    return recomputed_ahead(tuple(map(tuple, rows)), recomputing)
+
+
+def _stage_by_stage(work: PipelineWork, recomputing: frozenset[int]) -> Orders:
+    """Each stage takes all micro-batches before the next one on its place begins; in the last one a backward follows its forward.
+
+    It is the zebra order of HeterMoE (Wu et al., 2025).
+    """
+    rows: list[list[Action]] = [[] for _ in work.free_bytes]
+    indices, last = range(work.micro_batches), len(work.places) - 1
+    for stage, place in enumerate(work.places[:last]):
+        rows[place] += (Action(stage, "F", index) for index in indices)
+    rows[work.places[last]] += (Action(last, kind, index) for index in indices for kind in ("F", "B"))
+    for stage in reversed(range(last)):
+        rows[work.places[stage]] += (Action(stage, "B", index) for index in indices)
     return recomputed_ahead(tuple(map(tuple, rows)), recomputing)
 
 
