@@ -15,6 +15,7 @@ from heterodyne.runtime.exact.dropout import Draws
 from heterodyne.runtime.stages.deferred import DeferredWeights
 from heterodyne.runtime.stages.forward import Forward, on_device
 from heterodyne.runtime.stages.hosted import Hosted, HostedStore
+from heterodyne.runtime.stages.joint_loss import JointLoss
 from heterodyne.runtime.stages.kept_outputs import KeptOutputs
 from heterodyne.runtime.stages.recompute import Recomputation
 from heterodyne.runtime.stages.segments import Segment
@@ -29,13 +30,14 @@ class _Alive:
     """A micro-batch of a stage between its forward and the end of its backward.
 
     ``which``: its stage and number; ``leaves``: what it has received, where its own part of the graph begins; ``made``: what it sends;
-    both by name.
+    ``joint``: what a loss of all micro-batches reads of it; by name.
     """
 
     which: tuple[int, int]
     draws: Draws | None
     leaves: dict[str, Tensor]
     made: dict[str, Tensor]
+    joint: dict[str, Tensor] = field(default_factory=dict)
     recomputations: list[Recomputation] = field(default_factory=list)
     hosted: list[Hosted] = field(default_factory=list)
     deferred: DeferredWeights | None = None
@@ -51,6 +53,7 @@ class Stages:
         transfers: from and to other ranks; None: there is one stage, and the rank has it all to itself.
         halves: the stages whose backwards come in two halves.
         home: of the gradients of their second halves.
+        joint: the end of a loss that compares samples, where this rank has the last stage; None: stages make the loss.
         in_parts: the sharded stages on several devices. These meet in each pass, so they all go the same way through it,
             also where one of them has nothing to receive or no gradient came back to it.
     """
@@ -65,8 +68,10 @@ class Stages:
         halves: frozenset[int] = frozenset(),
         home: GradientBuckets | None = None,
         in_parts: frozenset[int] = frozenset(),
+        joint: JointLoss | None = None,
     ) -> None:
         self._in_parts = in_parts
+        self._joint = joint
         self._segments = segments
         self._forward = forward
         self._device = device
@@ -82,8 +87,10 @@ class Stages:
             value.name: stage for stage in sorted(segments) for segment in segments[stage] for value in segment.receives
         }
 
-    def begin(self) -> None:
-        """Forget whatever an earlier step has left."""
+    def begin(self, parts: int = 1) -> None:
+        """Forget whatever an earlier step has left. ``parts``: micro-batches of this rank that end in the loss."""
+        if self._joint is not None:
+            self._joint.begin(parts)
         for hosted in (each for alive in self._alive.values() for each in alive.hosted):
             hosted.close()
         if self._store is not None:
@@ -124,7 +131,7 @@ class Stages:
         inputs = on_device(inputs, self._device)
         segments = self._segments[stage]
         values = self._values.setdefault(index, {})
-        if stage in self._in_parts:
+        if stage in self._in_parts or not len(samples):
             self._fill(segments, values)
         alive = _Alive((stage, index), draws, self._leaves(segments, values), {})
         local = {**values, **alive.leaves}
@@ -133,6 +140,10 @@ class Stages:
         with self._forward.around_forward(draws), alive.deferred or nullcontext():
             for segment in segments:
                 local.update(self._run(segment, inputs, local, len(samples), alive, to_end=stage in self._in_parts))
+            if self._joint is not None and stage == self._joint.stage:
+                made, loss = self._joint.forward(index, inputs, local, len(samples))
+                alive.joint.update(made)
+                local.update({} if loss is None else {LOSS: loss})
         for segment in segments:
             for value in segment.sends:
                 made = alive.made[value.name] = as_dtype(local[value.name], dtype_of(value))
@@ -141,7 +152,7 @@ class Stages:
         for name in [name for name in values if self._last_reader[name] == stage]:
             del values[name]
         loss = local.get(LOSS)
-        if loss is not None:
+        if loss is not None and self._joint is None:
             alive.made[LOSS] = loss
         self._alive[stage, index] = alive
         return loss
@@ -202,12 +213,18 @@ class Stages:
             elif tensor.requires_grad and (name in gradients or stage in self._in_parts):
                 roots.append(tensor)
                 upstream.append(gradients[name] if name in gradients else torch.zeros_like(tensor))
+        if self._joint is not None and stage == self._joint.stage:
+            with self._forward.around_backward(alive.draws):
+                by_loss = self._joint.backward(index, weight)
+            roots += (alive.joint[name] for name in by_loss)
+            upstream += by_loss.values()
         for hosted in alive.hosted[-1:]:
             hosted.fetch()
         if roots:
             with self._forward.around_backward(alive.draws):
                 torch.autograd.backward(roots, upstream)
         alive.made.clear()
+        alive.joint.clear()
         alive.recomputations.clear()
         for hosted in alive.hosted:
             hosted.close()
