@@ -89,10 +89,13 @@ class BoundCoupledLoss:
         """The names of what the tail reads of the body."""
         return tuple(node.name for node in self._made)
 
-    def of_parts(self, parts: Sequence[Part]) -> Tensor:
-        """The loss of the whole batch, from the parts of this replica's samples in their order. Collective over the replicas."""
+    def of_parts(self, parts: Sequence[Part], order: Tensor | None = None) -> Tensor:
+        """The loss of the whole batch, from the parts of this replica's samples. Collective over the replicas.
+
+        ``order``: of the samples of the batch, where each is among those of the replicas, one replica after the other; None: in their order.
+        """
         whole = self._exchange.begin(sum(part.samples for part in parts))
-        met = [self._gathered(entry, parts, whole) for entry in self._exchanged]
+        met = [self._gathered(entry, parts, whole, order) for entry in self._exchanged]
         with Regions() as regions:
             (loss,) = self._run(self._tail, parts[-1].inputs, whole, regions, met)
         return loss
@@ -110,14 +113,16 @@ class BoundCoupledLoss:
         )
         return found
 
-    def _gathered(self, entry: CrossReplica, parts: Sequence[Part], whole: int) -> Tensor:
+    def _gathered(self, entry: CrossReplica, parts: Sequence[Part], whole: int, order: Tensor | None) -> Tensor:
         node = entry.node
         each = [part.inputs[self._inputs[node]] if node in self._inputs else part.values[node.name] for part in parts]
         if entry.kind == "rows":
             groups = zip(*(value.tensor_split(entry.groups, entry.dim) for value in each), strict=True)
-            gathered = [
-                self._exchange.rows(_joined(own, entry.dim), entry.dim, entry.rows // entry.groups) for own in groups
-            ]
+            rows = entry.rows // entry.groups
+            gathered = [self._exchange.rows(_joined(own, entry.dim), entry.dim, rows) for own in groups]
+            if order is not None:
+                split = (value.unflatten(entry.dim, (whole, rows)) for value in gathered)
+                gathered = [value.index_select(entry.dim, order).flatten(entry.dim, entry.dim + 1) for value in split]
             return _joined(gathered, entry.dim)
         samples = sum(part.samples for part in parts)
         if entry.kind == "mean" and len(each) > 1:

@@ -29,26 +29,34 @@ class LossOfParts(Protocol):
     def reads(self) -> tuple[str, ...]:
         """The names of what it reads of the stages."""
 
-    def of_parts(self, parts: Sequence[Any]) -> Tensor:
-        """The loss of the whole batch, from inputs, values and number of samples of each part. Collective over the replicas."""
+    def of_parts(self, parts: Sequence[Any], order: Tensor | None = None) -> Tensor:
+        """The loss of the whole batch, from inputs, values and number of samples of each part. Collective over the replicas.
+
+        ``order``: where each sample of the batch is among those of the replicas, one replica after the other; None: in their order.
+        """
 
 
 class JointLoss:
     """Args:
     stage: the last one. loss: the end of the loss.
+    spans: of each rank that ends in the loss, in the order in which they exchange, first sample and number of each micro-batch.
     """
 
-    def __init__(self, stage: int, loss: LossOfParts) -> None:
+    def __init__(self, stage: int, loss: LossOfParts, spans: Sequence[Sequence[tuple[int, int]]]) -> None:
         self.stage = stage
         self._loss = loss
+        samples = [sample for own in spans for first, size in own for sample in range(first, first + size)]
+        in_order = sorted(range(len(samples)), key=samples.__getitem__)
+        # Devices that share the micro-batches of a stage have slices of each.
+        self._order = None if in_order == list(range(len(samples))) else torch.tensor(in_order)
         self._kept: dict[int, _Part] = {}
-        self._expected = 1
+        self._expected, self._planned = 1, False
         self._whole: Tensor | None = None
 
-    def begin(self, parts: int) -> None:
-        """Expect so many micro-batches of this rank."""
+    def begin(self, parts: int | None) -> None:
+        """Expect so many micro-batches of this rank; None: all its samples in one piece, as in evaluation."""
         self._kept.clear()
-        self._expected, self._whole = parts, None
+        self._planned, self._expected, self._whole = parts is not None, parts or 1, None
 
     def forward(
         self, index: int, inputs: Mapping[str, Tensor], values: Mapping[str, Tensor], samples: int
@@ -60,7 +68,7 @@ class JointLoss:
         self._kept[index] = _Part(inputs, leaves, samples)
         if len(self._kept) == self._expected:
             parts = [self._kept[place] for place in sorted(self._kept)]
-            self._whole = self._loss.of_parts(parts) * self._expected
+            self._whole = self._loss.of_parts(parts, self._order if self._planned else None) * self._expected
         return made, self._whole
 
     def backward(self, index: int, weight: float) -> dict[str, Tensor]:

@@ -178,6 +178,7 @@ class StageBuilder:
         self._halves = frozenset(action.stage for action in assignment.actions if action.kind == "W")
         self._pipeline = None if self._role.pipeline is None else plan.pipelines[self._role.pipeline]
         self._pieces = [] if self._pipeline is None else _pieces(self._pipeline, graph)
+        self._ends = [placement.places[rank].spans() for rank in _ends(placement)]
         self._joined = self._coupled and (len(self._pieces) > 1 or len(self._role.micro_batches.sizes) > 1)
         self._captured = captured_shapes(graph)
         self._teams = _teams(plan, self._cluster, channels)
@@ -268,7 +269,7 @@ class StageBuilder:
     def _joint(self, batch: Mapping[str, Tensor] | None) -> JointLoss:
         assert self._programs is not None
         loss = self._programs.loss_together(batch, self._module, self._device, self._exchange)
-        return JointLoss(self._role.stages[-1], loss)
+        return JointLoss(self._role.stages[-1], loss, self._ends)
 
     def _programs_of(self, batch: Mapping[str, Tensor] | None) -> dict[int, _Program]:
         """By the number of its piece, each program that this rank runs."""
@@ -362,10 +363,15 @@ def _statistics(placement: Placement, channels: Channels) -> ProcessGroup | None
 
 def _exchange(placement: Placement, channels: Channels) -> SampleExchange:
     """Joins the ranks that end in the loss, in the order of their samples. Collective."""
-    ends = [rank for rank in placement.sharing if placement.places[rank].last]
-    order = sorted(ends, key=lambda rank: placement.places[rank].spans()[0])
+    order = _ends(placement)
     process_group = channels.process_group("samples", sorted(order))
     return SampleExchange(process_group, order.index(channels.rank) if process_group is not None else 0)
+
+
+def _ends(placement: Placement) -> list[int]:
+    """The ranks with samples that end in the loss, in the order of their first samples."""
+    ends = [rank for rank in placement.sharing if placement.places[rank].last]
+    return sorted(ends, key=lambda rank: placement.places[rank].spans()[0])
 
 
 def _teams(plan: Plan, cluster: Cluster, channels: Channels) -> dict[int, SplitTeam]:

@@ -87,8 +87,8 @@ class Stages:
             value.name: stage for stage in sorted(segments) for segment in segments[stage] for value in segment.receives
         }
 
-    def begin(self, parts: int = 1) -> None:
-        """Forget whatever an earlier step has left. ``parts``: micro-batches of this rank that end in the loss."""
+    def begin(self, parts: int | None = None) -> None:
+        """Forget whatever an earlier step has left. ``parts``: micro-batches of this rank that end in the loss; None: as in evaluation."""
         if self._joint is not None:
             self._joint.begin(parts)
         for hosted in (each for alive in self._alive.values() for each in alive.hosted):
