@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -83,24 +84,19 @@ def _merge_strays(runs: list[_Run], traced: Traced) -> list[_Run]:
 
 
 def _at_experts(run: _Run, traced: Traced) -> list[_Run]:
-    """A layer, cut before each mixture of experts, and behind it where more with parameters follows.
+    """A layer, cut before and behind each mixture of experts.
 
     Devices differ in what they are good at: experts are measured by themselves, and may be elsewhere than the rest.
     """
-    if not run.layer:
-        return [run]
-    parts, start = [run], run.start
-    for position in range(run.start, run.stop):
-        if operator_name(traced.ops[position]) != "experts":
-            continue
-        for at in (position, position + 1):
-            rest = replace(parts[-1], start=at)
-            if start < at < run.stop and (at == position or _reads_parameters(traced, rest)):
-                parts[-1] = replace(parts[-1], stop=at)
-                layer = traced.module_of(traced.ops[position]) if at == position else run.layer
-                parts.append(replace(rest, layer=layer or run.layer))
-                start = at
-    return parts
+    positions = range(run.start, run.stop) if run.layer else range(0)
+    experts = [position for position in positions if operator_name(traced.ops[position]) == "experts"]
+    borders = sorted({run.start, run.stop, *experts, *(position + 1 for position in experts)})
+    return [
+        replace(
+            run, start=start, stop=stop, layer=traced.module_of(traced.ops[start]) if start in experts else run.layer
+        )
+        for start, stop in pairwise(borders)
+    ]
 
 
 def _reads_parameters(traced: Traced, run: _Run) -> bool:
