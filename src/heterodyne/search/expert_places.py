@@ -11,6 +11,7 @@ slow ones, or the fast ones. How the experts lie on a place of several devices, 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,16 +32,19 @@ from heterodyne.units import counted, format_bytes, format_seconds
 
 __all__ = ["ExpertPlaces"]
 
-_MOST = 4
-"""Placements that are simulated, each with every way in which its experts may lie."""
+_MOST, _MOST_OF_EACH = 4, 2
+"""Placements that can be and are simulated, and those of one division of the devices: what an order has to hold is not known before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Placement:
-    """``stay``: the mixtures whose experts are with the attention; ``least_s``: no order takes less."""
+    """``way``: in which the experts lie on their place, None: each device has all that are there, and samples of its own; ``size``: of
+    micro-batches; ``stay``: the mixtures whose experts are with the attention; ``least_s``: no order takes less.
+    """
 
     attention: tuple[str, ...]
     experts: tuple[str, ...]
+    way: Way | None
     size: int
     stay: frozenset[int]
     least_s: float
@@ -70,10 +74,14 @@ class ExpertPlaces:
         if not placements:
             return (Candidate(name=name, kind="pipeline", why_not=self._lacking()),)
         found: list[Candidate] = []
-        for placement in placements[:_MOST]:
-            if placement.least_s / CUTTING_PAYS / FOLDING_PAYS < below_s:
-                found += (self._played(placement, way) for way in self._ways(placement.experts))
-                below_s = min(below_s, *(candidate.weighed_s for candidate in found))
+        tried: Counter[tuple[str, ...]] = Counter()
+        for placement in placements:
+            there = sum(candidate.plan is not None for candidate in found)
+            wanted = there < _MOST and tried[placement.experts] < _MOST_OF_EACH
+            if wanted and placement.least_s / CUTTING_PAYS / FOLDING_PAYS < below_s:
+                tried[placement.experts] += 1
+                found.append(self._played(placement))
+                below_s = min(below_s, found[-1].weighed_s)
         if not found:
             why = f"takes at least {format_seconds(placements[0].least_s)} a step"
             return (Candidate(name=name, kind="pipeline", why_not=why),)
@@ -83,28 +91,34 @@ class ExpertPlaces:
         return tuple(best.values())
 
     def _placements(self) -> Iterator[_Placement]:
-        """For each division of the devices and each size of micro-batches the share of the experts that leaves the least to wait for."""
+        """For each division of the devices, each way and each size of micro-batches the share of the experts that leaves the least to wait
+        for, of those whose weights fit."""
+        layers = len(self.mixtures)
         for (attention, experts), size in product(self._divisions(), self.split.sizes):
             count = -(-self.split.samples // size)
-            if count < 2 or not self._has_room(experts):
-                continue
             rest_s, of_attention_s = self._of_place(attention, size)
             experts_s = self._of_place(experts, size)[1]
-            layers = len(self.mixtures)
 
             def longest_s(
                 stay: int, rest: float = rest_s, own: float = of_attention_s / layers, other: float = experts_s / layers
             ) -> float:
                 return max(rest + stay * own, (layers - stay) * other)
 
-            stay = min(range(layers), key=longest_s)
-            yield _Placement(
-                attention=attention,
-                experts=experts,
-                size=size,
-                stay=frozenset(n for n in range(layers) if (n + 1) * stay // layers > n * stay // layers),
-                least_s=count * longest_s(stay),
-            )
+            for way in self._ways(experts) if count > 1 else ():
+                stay = min(
+                    (n for n in range(layers) if self._have_room(attention, experts, way, n, size)),
+                    key=longest_s,
+                    default=None,
+                )
+                if stay is not None:
+                    yield _Placement(
+                        attention=attention,
+                        experts=experts,
+                        way=way,
+                        size=size,
+                        stay=frozenset(n for n in range(layers) if (n + 1) * stay // layers > n * stay // layers),
+                        least_s=count * longest_s(stay),
+                    )
 
     def _divisions(self) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
         """Devices for the attention and devices for the experts."""
@@ -142,12 +156,11 @@ class ExpertPlaces:
         return 1 / rest, 1 / experts
 
     def _ways(self, experts: Sequence[str]) -> tuple[Way | None, ...]:
-        """None: each device of the place has all experts that are there, and samples of its own."""
         return (None, "split") if len(experts) > 1 and self.able.allow("tensor_parallel") else (None,)
 
-    def _played(self, placement: _Placement, way: Way | None) -> Candidate:
+    def _played(self, placement: _Placement) -> Candidate:
         """With the order that is found to be the shortest."""
-        pipeline = self._pipeline(placement, way)
+        pipeline, way = self._pipeline(placement), placement.way
         stay = counted(len(placement.stay), "layer")
         name = f"attention on {', '.join(placement.attention)}, experts on {', '.join(placement.experts)}" + (
             f", those of {stay} with the attention" if placement.stay else ""
@@ -163,8 +176,8 @@ class ExpertPlaces:
         built = min((built for built, _ in orders), key=lambda built: built.makespan_s)
         return self.split.weighed(name, kind, (built.pipeline,), schedule=built.schedule or "1F1B", shifts=False)
 
-    def _pipeline(self, placement: _Placement, way: Way | None) -> Pipeline:
-        size = placement.size
+    def _pipeline(self, placement: _Placement) -> Pipeline:
+        size, way = placement.size, placement.way
         moved = [at for number, at in enumerate(self.mixtures) if number not in placement.stay]
         borders = [0, *(border for at in moved for border in (at, at + 1)), len(self._model.graph.ops)]
         shares = [
@@ -181,29 +194,55 @@ class ExpertPlaces:
         stages = tuple(of_places[n % 2].model_copy(update={"ops": ops}) for n, ops in enumerate(pairwise(borders)))
         return Pipeline(micro_batches=self.split.micro_batches(self.split.samples, size), stages=stages)
 
-    def _has_room(self, experts: Sequence[str]) -> bool:
-        """Return whether each of the devices can hold an expert."""
-        return all(self._model.device_memory[device].usable_bytes >= self._expert_bytes for device in experts)
+    def _have_room(
+        self, attention: Sequence[str], experts: Sequence[str], way: Way | None, stay: int, size: int
+    ) -> bool:
+        """Return whether weights, their gradients, the optimizer's state and the activations of one micro-batch fit where the experts of so
+        many layers stay."""
+        graph, held = self._model.graph, 2 + self._model.recipe.states
+        part = 1 - stay / len(self.mixtures)
+        moved = sum(self._mixture_bytes) * part
+        for devices, weights, kept, whole in (
+            (attention, graph.parameter_bytes - moved, 1 - self._kept_by_experts * part, True),
+            (experts, moved, self._kept_by_experts * part, way is None),
+        ):
+            rooms = [
+                self._room(device) - kept * self._model.device_memory[device].activations(-(-size // len(devices)))
+                for device in devices
+            ]
+            if held * weights > (min(rooms) if whole else sum(rooms)):
+                return False
+        return True
 
     @cached_property
-    def _expert_bytes(self) -> int:
-        """Of the smallest expert that there is: its weights, their gradients and the optimizer's state."""
-        graph, held = self._model.graph, 2 + self._model.recipe.states
-        of_each = (
-            sum(p.bytes // p.shape[0] for p in graph.parameters if p.name in graph.ops[at].parameters)
-            for at in self.mixtures
-        )
-        return int(held * min(of_each))
+    def _kept_by_experts(self) -> float:
+        """Of what is kept from forward to backward the part that the experts keep."""
+        ops = self._model.graph.ops
+        whole = sum(op.bytes_saved(1) for op in ops)
+        return sum(ops[at].bytes_saved(1) for at in self.mixtures) / whole if whole else 0.0
+
+    def _room(self, device: str) -> int:
+        return max(0, self._model.device_memory[device].usable_bytes)
+
+    @cached_property
+    def _mixture_bytes(self) -> tuple[int, ...]:
+        """Of the weights of each mixture."""
+        graph = self._model.graph
+        names = (set(graph.ops[at].parameters) for at in self.mixtures)
+        return tuple(sum(p.bytes for p in graph.parameters if p.name in own) for own in names)
 
     def _lacking(self) -> str:
         if all(self.split.samples <= size for size in self.split.sizes):
             return "the batch is one micro-batch: one place would wait while the other computes"
-        usable = {d.id: self._model.device_memory[d.id].usable_bytes for d in self._model.cluster.devices}
-        largest = max(usable, key=usable.__getitem__)
+        graph, held = self._model.graph, 2 + self._model.recipe.states
+        layer = max(self._mixture_bytes)
+        experts = graph.stored[graph.ops[self.mixtures[0]].parameters[-1]].shape[0]
+        largest = max((device.id for device in self._model.cluster.devices), key=self._room)
         return (
-            f"one expert takes {format_bytes(self._expert_bytes)} with its gradient and the optimizer's state, and of the devices "
-            f"beside others {largest} has most room, {format_bytes(usable[largest])}: give the experts' place more memory, or take an "
-            "optimizer with less state"
+            f"the experts of a layer take {format_bytes(int(held * layer))} with gradients and the optimizer's state, one of them "
+            f"{format_bytes(int(held * layer / experts))}, all else {format_bytes(int(held * (graph.parameter_bytes - sum(self._mixture_bytes))))}, "
+            f"and the device with most room beside the framework, {largest}, has {format_bytes(self._room(largest))}: give the experts' "
+            "place more memory, or take an optimizer with less state"
         )
 
     @property
