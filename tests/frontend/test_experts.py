@@ -118,11 +118,13 @@ def test_in_half_precision_too() -> None:
 
 def test_blocks_with_mixtures_are_alike_and_run_by_themselves() -> None:
     _, found = captured("qwen2_moe", "grouped_mm", 2)
-    first, second = (block for block in found.graph.blocks if "layers" in block.name)
-    assert first.kind == second.kind
-    module, inputs = found.block(first).instantiate(2, torch.device("cpu"))
-    for output in module(*inputs):
-        assert output.isfinite().all()
+    before, experts, behind = (block for block in found.graph.blocks if "layers.0" in block.name)
+    assert [b.kind for b in (before, experts, behind)] == [b.kind for b in found.graph.blocks if "layers.1" in b.name]
+    assert [op.kind for op in found.graph.ops_of(experts)] == ["experts"]
+    for block in (before, experts, behind):
+        module, inputs = found.block(block).instantiate(2, torch.device("cpu"))
+        for output in module(*inputs):
+            assert output.isfinite().all()
 
 
 def test_biases_stay_as_they_are() -> None:

@@ -16,6 +16,7 @@ from heterodyne.plan.sharded_stage import shard_stage
 from heterodyne.recent import Recent
 from heterodyne.runtime.exact.exchange import SampleExchange
 from heterodyne.runtime.recapture.variants import Again, Capture
+from heterodyne.runtime.stages.joint_loss import LossOfParts
 from heterodyne.runtime.stages.new_shapes import Shapes
 from heterodyne.runtime.stages.segments import Runnable
 from heterodyne.runtime.weights.materialise import stored_tensors
@@ -95,6 +96,13 @@ class StageCutter:
         """See `heterodyne.runtime.stages.stage_builder.StagePrograms`."""
         captured = self._captured if batch is None else self._at(batch)
         return captured.coupled(module, device, exchange)
+
+    def loss_together(
+        self, batch: Mapping[str, Tensor] | None, module: nn.Module, device: torch.device, exchange: SampleExchange
+    ) -> LossOfParts:
+        """See `heterodyne.runtime.stages.stage_builder.StagePrograms`."""
+        captured = self._captured if batch is None else self._at(batch)
+        return captured.loss_together(module, device, exchange)
 
     def _at(self, batch: Mapping[str, Tensor]) -> Captured:
         shapes = tuple((name, tuple(tensor.shape[1:])) for name, tensor in sorted(batch.items()))

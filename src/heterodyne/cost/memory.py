@@ -130,9 +130,14 @@ class DeviceMemory:
         curves = {
             kind: Curve.envelope((s.micro_batch_size, s.saved_bytes) for s in samples)
             for kind, samples in measured.items()
-            if any(s.saved_bytes > 0 for s in samples)
+            if any(s.saved_bytes > 0 for s in samples) or self._keeps_nothing(kind)
         }
         return curves if WHOLE in curves or self._all_in(curves) else {}
+
+    def _keeps_nothing(self, kind: str) -> bool:
+        """Return whether it is true of a kind of block, and not a lack of a measurement, that nothing is kept: sums of what is there anyway."""
+        block = self.graph.kinds.get(kind)
+        return block is not None and self.graph.bytes_saved(block)(1) == 0
 
     @cached_property
     def _saved_by_all(self) -> Curve | None:

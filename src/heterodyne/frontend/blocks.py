@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ __all__ = ["find_blocks"]
 
 @dataclass(kw_only=True)
 class _Run:
-    """Ops ``[start, stop)`` of one layer; ``layer`` is "" between layers. ``family`` numbers the list of the layer."""
+    """Ops ``[start, stop)`` of one layer, or of a part of it; ``layer`` is "" between layers. ``family`` numbers the list of the layer."""
 
     layer: str
     family: int
@@ -34,7 +35,7 @@ class _Run:
 
 def find_blocks(traced: Traced, observed: dict[fx.Node, Observed]) -> tuple[Block, ...]:
     """Blocks in order, covering all ops, with unique names; those of one kind are interchangeable."""
-    runs = _merge_strays(_runs(traced), traced)
+    runs = [part for run in _merge_strays(_runs(traced), traced) for part in _at_experts(run, traced)]
     names = _names(runs, traced)
     return tuple(
         Block(index=index, name=name, kind=_kind(traced, observed, run.start, run.stop), start=run.start, stop=run.stop)
@@ -80,6 +81,22 @@ def _merge_strays(runs: list[_Run], traced: Traced) -> list[_Run]:
         else:
             merged.append(run)
     return merged
+
+
+def _at_experts(run: _Run, traced: Traced) -> list[_Run]:
+    """A layer, cut before and behind each mixture of experts.
+
+    Devices differ in what they are good at: experts are measured by themselves, and may be elsewhere than the rest.
+    """
+    positions = range(run.start, run.stop) if run.layer else range(0)
+    experts = [position for position in positions if operator_name(traced.ops[position]) == "experts"]
+    borders = sorted({run.start, run.stop, *experts, *(position + 1 for position in experts)})
+    return [
+        replace(
+            run, start=start, stop=stop, layer=traced.module_of(traced.ops[start]) if start in experts else run.layer
+        )
+        for start, stop in pairwise(borders)
+    ]
 
 
 def _reads_parameters(traced: Traced, run: _Run) -> bool:

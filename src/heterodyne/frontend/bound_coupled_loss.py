@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from heterodyne.frontend.regions import Regions
 from heterodyne.model_output import LOSS
 
-__all__ = ["BoundCoupledLoss", "CrossReplica", "FeatureExchange", "GraphPart"]
+__all__ = ["BoundCoupledLoss", "CrossReplica", "FeatureExchange", "GraphPart", "Part"]
 
 
 class FeatureExchange(Protocol):
@@ -42,8 +42,19 @@ class CrossReplica:
     groups: int = 1
 
 
+class Part(NamedTuple):
+    """A part of a replica's samples: the inputs of the model, what its body made of them, by name, and how many they are."""
+
+    inputs: Mapping[str, Tensor]
+    values: Mapping[str, Tensor]
+    samples: int
+
+
 class BoundCoupledLoss:
-    """Runs the body on the samples of this replica, and the tail on those of all. Returns the loss of the whole batch."""
+    """Runs the body on the samples of this replica, and the tail on those of all. Returns the loss of the whole batch.
+
+    ``body``: None where the stages of a pipeline are that.
+    """
 
     def __init__(
         self,
@@ -51,7 +62,7 @@ class BoundCoupledLoss:
         exchanged: Sequence[CrossReplica],
         inputs: Mapping[fx.Node, str],
         made: Sequence[fx.Node],
-        body: GraphPart,
+        body: GraphPart | None,
         tail: GraphPart,
         exchange: FeatureExchange,
         training: bool,
@@ -68,14 +79,26 @@ class BoundCoupledLoss:
     def __call__(self, inputs: Mapping[str, Tensor], received: Mapping[str, Tensor], samples: int) -> dict[str, Tensor]:
         """See `BoundStage`; ``samples`` may be 0 in evaluation. Collective over the replicas."""
         del received
+        assert self._body is not None
         with Regions() as regions:
-            values = dict(zip(self._made, self._run(self._body, inputs, samples, regions, ()), strict=True))
-        values.update({node: inputs[name] for node, name in self._inputs.items()})
-        whole = self._exchange.begin(samples)
-        met = [self._gathered(entry, values[entry.node], samples, whole) for entry in self._exchanged]
+            values = dict(zip(self.reads, self._run(self._body, inputs, samples, regions, ()), strict=True))
+        return {LOSS: self.of_parts([Part(inputs, values, samples)])}
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The names of what the tail reads of the body."""
+        return tuple(node.name for node in self._made)
+
+    def of_parts(self, parts: Sequence[Part], order: Tensor | None = None) -> Tensor:
+        """The loss of the whole batch, from the parts of this replica's samples. Collective over the replicas.
+
+        ``order``: of the samples of the batch, where each is among those of the replicas, one replica after the other; None: in their order.
+        """
+        whole = self._exchange.begin(sum(part.samples for part in parts))
+        met = [self._gathered(entry, parts, whole, order) for entry in self._exchanged]
         with Regions() as regions:
-            (loss,) = self._run(self._tail, inputs, whole, regions, met)
-        return {LOSS: loss}
+            (loss,) = self._run(self._tail, parts[-1].inputs, whole, regions, met)
+        return loss
 
     def _run(
         self, part: GraphPart, inputs: Mapping[str, Tensor], samples: int, regions: Regions, met: Sequence[Tensor]
@@ -90,12 +113,22 @@ class BoundCoupledLoss:
         )
         return found
 
-    def _gathered(self, entry: CrossReplica, value: Tensor, samples: int, whole: int) -> Tensor:
+    def _gathered(self, entry: CrossReplica, parts: Sequence[Part], whole: int, order: Tensor | None) -> Tensor:
+        node = entry.node
+        each = [part.inputs[self._inputs[node]] if node in self._inputs else part.values[node.name] for part in parts]
         if entry.kind == "rows":
-            groups = value.tensor_split(entry.groups, entry.dim)
-            gathered = [self._exchange.rows(own, entry.dim, entry.rows // entry.groups) for own in groups]
-            return gathered[0] if len(gathered) == 1 else torch.cat(gathered, entry.dim)
-        return self._exchange.total(value, samples / whole if entry.kind == "mean" else 1.0)
+            groups = zip(*(value.tensor_split(entry.groups, entry.dim) for value in each), strict=True)
+            rows = entry.rows // entry.groups
+            gathered = [self._exchange.rows(_joined(own, entry.dim), entry.dim, rows) for own in groups]
+            if order is not None:
+                split = (value.unflatten(entry.dim, (whole, rows)) for value in gathered)
+                gathered = [value.index_select(entry.dim, order).flatten(entry.dim, entry.dim + 1) for value in split]
+            return _joined(gathered, entry.dim)
+        samples = sum(part.samples for part in parts)
+        if entry.kind == "mean" and len(each) > 1:
+            each = [value * (part.samples / samples) for value, part in zip(each, parts, strict=True)]
+        total = each[0] if len(each) == 1 else torch.stack(each).sum(0)
+        return self._exchange.total(total, samples / whole if entry.kind == "mean" else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,3 +138,7 @@ class GraphPart:
     run: fx.GraphModule
     inputs: tuple[str, ...]
     kept: tuple[tuple[dict[str, Any], str], ...]
+
+
+def _joined(rows: Sequence[Tensor], dim: int) -> Tensor:
+    return rows[0] if len(rows) == 1 else torch.cat(tuple(rows), dim)

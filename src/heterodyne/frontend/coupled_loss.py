@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -46,10 +47,32 @@ class CoupledLoss:
     exchanged: tuple[CrossReplica, ...]
     tail: frozenset[fx.Node] = field(repr=False)
 
+    def first_op(self, traced: Traced) -> int:
+        """Return the place of the first op that computes with what was exchanged."""
+        return next(place for place, node in enumerate(traced.ops) if node in self.behind)
+
+    @cached_property
+    def behind(self) -> frozenset[fx.Node]:
+        """What of the tail computes with what was exchanged; the rest of it is made of inputs alone, as the body makes it."""
+        found: set[fx.Node] = set()
+        waiting = [entry.node for entry in self.exchanged]
+        while waiting:
+            for user in waiting.pop().users:
+                if user in self.tail and user not in found:
+                    found.add(user)
+                    waiting.append(user)
+        return frozenset(found)
+
     def bind(
-        self, pieces: CuttableGraph, module: nn.Module, device: torch.device, exchange: FeatureExchange
+        self,
+        pieces: CuttableGraph,
+        module: nn.Module,
+        device: torch.device,
+        exchange: FeatureExchange,
+        *,
+        whole: bool = True,
     ) -> BoundCoupledLoss:
-        """Body and tail on a device, with the weights of the user's own module."""
+        """Body and tail on a device, with the weights of the user's own module; not ``whole``: the tail alone."""
         roles = pieces.traced.roles
         made = [m.node for m in self.exchanged if m.node not in roles]
         changes = [n for n in pieces.traced.ops if mutates(n) and n not in self.tail]
@@ -57,7 +80,7 @@ class CoupledLoss:
             exchanged=self.exchanged,
             inputs={m.node: roles[m.node].name for m in self.exchanged if m.node in roles},
             made=made,
-            body=_part(pieces, module, device, made, also=changes),
+            body=_part(pieces, module, device, made, also=changes) if whole else None,
             tail=_part(pieces, module, device, [pieces.traced.loss], met=[m.node for m in self.exchanged]),
             exchange=exchange,
             training=module.training,

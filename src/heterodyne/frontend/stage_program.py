@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from heterodyne.errors import PlanError
 from heterodyne.frontend.bound_stage import BoundStage
+from heterodyne.frontend.coupled_loss import CoupledLoss
 from heterodyne.frontend.describe import producer_of, ref_of
 from heterodyne.frontend.export import Role
 from heterodyne.frontend.flat_graph import tensors_of
@@ -72,6 +73,7 @@ class StageProgram:
     _sources: tuple[fx.Node, ...] = field(repr=False)
     _sharding: Sharding | None = field(default=None, repr=False)
     _count: LossCount | None = field(default=None, repr=False)
+    _coupled: CoupledLoss | None = field(default=None, repr=False)
 
     def bind(
         self,
@@ -96,17 +98,22 @@ class StageProgram:
         received = [n for n in self._sources if n not in roles]
         inputs = [n for n in self._sources if n in roles and _comes_with_batch(roles[n])]
         kept = [n for n in self._sources if n in roles and n not in inputs]
-        named = {node.name: node for node in self._nodes}
-        results = [*(named[value.name] for value in self.sends), *([traced.loss] if self.is_last else [])]
+        nodes, named = self._nodes, {node.name: node for node in self._nodes}
+        made = {LOSS: traced.loss} if self.is_last else {}
+        if self._coupled is not None and self.is_last:
+            tail = self._coupled.behind  # it runs once, when all micro-batches are there
+            nodes = tuple(node for node in nodes if node not in tail)
+            made = {entry.node.name: entry.node for entry in self._coupled.exchanged if entry.node in nodes}
+        results = [*(named[value.name] for value in self.sends), *made.values()]
         given = (*inputs, *received, *kept)
         members: Callable[[int, range | None], Members] | None = None
         halves: InTurns | None = None
         if self._sharding is None:
-            run = stage_graph(self._pieces, device, nodes=self._nodes, given=given, results=results, keep=keep)
+            run = stage_graph(self._pieces, device, nodes=nodes, given=given, results=results, keep=keep)
         else:
             assert team is not None, "a sharded stage needs the devices that hold them"
             run, numbered = sharded_graph(
-                self._pieces, device, self._sharding, nodes=self._nodes, given=given, results=results, keep=keep
+                self._pieces, device, self._sharding, nodes=nodes, given=given, results=results, keep=keep
             )
             if overlap:
                 halves, numbered = self._halves(run, numbered, inputs, received, dict(module.named_buffers()))
@@ -119,7 +126,7 @@ class StageProgram:
             inputs={roles[n].name: spec_of(n.meta["val"]).shape for n in inputs},
             received=tuple(n.name for n in received),
             kept=tuple(placed(traced, n, module, device, self._sizes(roles[n].name, positions)) for n in kept),
-            results=(*(value.name for value in self.sends), *([LOSS] if self.is_last else [])),
+            results=(*(value.name for value in self.sends), *made),
             training=module.training,
         )
 
@@ -184,9 +191,10 @@ def stage_program(
     starts: Sequence[int],
     sharding: Sharding | None = None,
     count: LossCount | None = None,
+    coupled: CoupledLoss | None = None,
 ) -> StageProgram:
     """The stage with the ops ``[start, stop)`` of a graph that is cut at ``starts``; ``sharding``: as it is laid out on its devices;
-    ``count``: what the loss of some samples is divided by.
+    ``count``: what the loss of some samples is divided by; ``coupled``: how it compares samples: its tail is no part of the stage.
 
     Raises PlanError if these are not the bounds of one of the stages, or if the cut would change the result.
     """
@@ -218,6 +226,7 @@ def stage_program(
         _sources=sources,
         _sharding=sharding,
         _count=count,
+        _coupled=coupled,
     )
 
 

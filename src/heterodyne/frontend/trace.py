@@ -81,13 +81,18 @@ class Captured:
         mode for the stage to train. Raises PlanError for a cut that would change the result, with the op and its line.
         """
         require_pieces(self.graph)
-        return stage_program(self._pieces, start, stop, starts, sharding, self._counter)
+        return stage_program(self._pieces, start, stop, starts, sharding, self._counter, self._coupled)
 
     def coupled(self, module: nn.Module, device: torch.device, exchange: FeatureExchange) -> BoundCoupledLoss:
         """The model on a replica's samples, with a loss in which the samples of all replicas see each other (``loss.reduction``
         ``coupled``)."""
         assert self._coupled is not None
         return self._coupled.bind(self._pieces, module, device, exchange)
+
+    def loss_together(self, module: nn.Module, device: torch.device, exchange: FeatureExchange) -> BoundCoupledLoss:
+        """The end of such a loss alone, of what the last stage has made of all micro-batches."""
+        assert self._coupled is not None
+        return self._coupled.bind(self._pieces, module, device, exchange, whole=False)
 
     def refuse_reads_around(self, model: nn.Module) -> None:
         """Raise CaptureError if the graph has parameters of ``model`` as constants, of which this was captured from a copy."""
@@ -224,6 +229,7 @@ def _trace(model: nn.Module, example: Example, name: str | None, numbers: Sequen
         ),
         output=ref_of(traced.loss),
         module_only=traced.module_only,
+        together_from=None if coupled is None else coupled.first_op(traced),
     )
     require_samples_own_draws(graph)
     return Captured(

@@ -24,7 +24,7 @@ _FLOPS_A_BYTE = 64  # to send a byte over a fast link takes longer than so many 
 class Crossing:
     """What an op of stage ``producer`` makes and the stages ``consumers`` (later ones, in order) read.
 
-    ``specs``: its outputs; ``differentiable``: gradients come back for it.
+    ``specs``: those of its outputs that they read; ``differentiable``: gradients come back for them.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Crossing:
 
     @property
     def bytes(self) -> Size:
-        """The bytes of all its outputs, by the number of samples."""
+        """The bytes of these outputs, by the number of samples."""
         return Size.total(spec.bytes for spec in self.specs)
 
     @property
@@ -82,17 +82,20 @@ def crossings(graph: ModelGraph, starts: Sequence[int]) -> tuple[Crossing, ...]:
     again = computed_again(graph)
     made_by = {op.name: position for position, op in enumerate(graph.ops)}
     readers: dict[int, set[int]] = {}
+    read: dict[int, set[int]] = {}
     for position, op in enumerate(graph.ops):
         for source in _sources(op, made_by, again):
             if stage_of[source] != stage_of[position]:
                 readers.setdefault(source, set()).add(stage_of[position])
+                own = {ref.output for ref in op.operands if ref.name == graph.ops[source].name}
+                read.setdefault(source, set()).update(own or range(len(graph.ops[source].outputs)))
     return tuple(
         Crossing(
             name=graph.ops[source].name,
             producer=stage_of[source],
             consumers=tuple(sorted(readers[source])),
-            specs=graph.ops[source].outputs,
-            differentiable=any(graph.ops[source].differentiable),
+            specs=tuple(graph.ops[source].outputs[n] for n in sorted(read[source])),
+            differentiable=any(graph.ops[source].differentiable[n] for n in read[source]),
         )
         for source in sorted(readers)
     )

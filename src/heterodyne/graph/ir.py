@@ -54,7 +54,7 @@ class Loss:
     ``count`` says what D depends on: the number of ``samples``, or ``tokens`` (labels that are not ignored, a mask's sum: on the data).
     With ``sum`` every part has weight 1. With ``terms`` the loss adds terms with denominators of their own; the graph is given those of
     the whole batch, so every part has weight 1, and the graph must run in the place of the module. With ``coupled`` samples see each
-    other in the loss: replicas exchange what it compares, and each has all its samples in one micro-batch.
+    other in the loss: replicas exchange what it compares, once all micro-batches have run forward.
     """
 
     reduction: Literal["mean", "sum", "terms", "coupled"]
@@ -89,6 +89,8 @@ class ModelGraph:
         output: the loss; None: not known.
         task_graphs: what the author has marked, in the order of their first ops.
         module_only: why pieces of the graph would train in another way than the module. Not empty: each device runs it whole.
+        together_from: the first op that sees the samples of the whole batch, where the loss is ``coupled``; None: there is none, or no
+            micro-batches may be made.
         opaque: why there is no graph of its ops, with the user's line: its one op is the module as it is. None: there is a graph.
     """
 
@@ -105,6 +107,7 @@ class ModelGraph:
     output: Ref | None = None
     task_graphs: tuple[TaskGraph, ...] = ()
     module_only: tuple[ModuleOnly, ...] = ()
+    together_from: int | None = None
     opaque: str | None = None
 
     def __post_init__(self) -> None:
@@ -126,6 +129,8 @@ class ModelGraph:
         """16 hex digits that change with ops, shapes, parameters or loss; not with where the source code stands."""
         content = asdict(self)
         del content["opaque"]
+        if self.together_from is None:
+            del content["together_from"]
         for entry in content["inputs"]:
             if entry["symbol"] == entry["name"]:
                 del entry["symbol"]

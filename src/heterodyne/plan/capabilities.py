@@ -47,6 +47,7 @@ Feature = Literal[
     "activation_offload",
     "split_backward",
     "several_micro_batches",
+    "early_backward",
     "unequal_counts",
     "unlike_pipelines",
     "empty_share",
@@ -90,6 +91,10 @@ FEATURES: Mapping[Feature, _Words] = MappingProxyType(
         "split_backward": _Words("zero-bubble schedules", "take a schedule whose backward is whole, such as 1F1B"),
         "several_micro_batches": _Words(
             "several micro-batches a replica", "let each replica take all its samples in one"
+        ),
+        "early_backward": _Words(
+            "a backward of the last stage before all its forwards",
+            "take a schedule in which every forward comes first, such as GPipe, or one micro-batch",
         ),
         "unequal_counts": _Words(
             "replicas with different numbers of micro-batches", "give every pipeline as many micro-batches"
@@ -155,7 +160,7 @@ def _coupled(able: Capabilities) -> str | None:
         return None
     output = graph.output and graph.op_by_name.get(graph.output.name)
     line = f" ({output.source})" if output and output.source else ""
-    return f"samples see each other in the loss of this model{line}: only data parallelism is exact"
+    return f"samples see each other in the loss of this model{line}"
 
 
 def _batch_statistics(able: Capabilities) -> str | None:
@@ -184,7 +189,7 @@ TRAITS: tuple[Trait, ...] = (
     Trait(
         name="a loss that compares samples",
         why=_coupled,
-        refuses=_PIECES | {"several_micro_batches", "empty_share"},
+        refuses=frozenset({*_IN_PARTS, "early_backward", "empty_share"}),
     ),
     Trait(name="a model that only its module trains", why=lambda able: able.graph.only_whole or None, refuses=_PIECES),
     Trait(
@@ -296,6 +301,10 @@ def _of_pipeline(where: str, pipeline: Pipeline, schedule: str) -> Iterator[Use]
         yield Use(feature="several_stages", where=where, how=f"cuts the model into {len(stages)} stages")
     if count != 1:
         yield Use(feature="several_micro_batches", where=where, how=f"has {count} micro-batches")
+    if _turns_early(pipeline, schedule):
+        yield Use(
+            feature="early_backward", where=where, how="begins backwards of its last stage before all its forwards"
+        )
     if _splits_backward(pipeline, schedule):
         yield Use(feature="split_backward", where=where, how="runs the two halves of the backward apart")
     for index, stage in enumerate(stages):
@@ -313,6 +322,16 @@ def _splits_backward(pipeline: Pipeline, schedule: str) -> bool:
         return any(action.kind == "W" for order in orders_of(schedule, pipeline) for action in order)
     except PlanError:
         return False  # which rule the order breaks is said by `plan.check`
+
+
+def _turns_early(pipeline: Pipeline, schedule: str) -> bool:
+    last = len(pipeline.stages) - 1
+    try:
+        own = [action.kind for order in orders_of(schedule, pipeline) for action in order if action.stage == last]
+    except PlanError:
+        return False  # which rule the order breaks is said by `plan.check`
+    kinds = [kind for kind in own if kind in ("F", "B", "I")]
+    return "F" in kinds[kinds.count("F") :]
 
 
 def _of_stage(where: str, stage: Stage) -> Iterator[Use]:

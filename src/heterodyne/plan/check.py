@@ -170,6 +170,13 @@ def _of_cuts(pipeline: Pipeline, graph: ModelGraph) -> list[str]:
                 f"shares the samples of {', '.join(devices)} in different ways on its stages ({', '.join(ways)}): "
                 "the stages of one place share them alike"
             )
+    whole, last = graph.together_from, pipeline.stages[-1].ops[0]
+    if whole is not None and whole < last:
+        op = graph.ops[whole]
+        broken.append(
+            f"cuts at op {last}, and from op {whole} on ({op.source or op.name}) the loss compares the samples of the whole batch: begin "
+            "the last stage there or before"
+        )
     if reached != len(graph.ops):
         broken.append(f"ends at op {reached}, the model has {len(graph.ops)}: the last stage runs to its end")
     return broken

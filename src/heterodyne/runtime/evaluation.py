@@ -67,7 +67,7 @@ def evaluate(
             for stage, index in _order(role.stages, len(sizes), by_stage=several and transfers is None):
                 start, samples = role.spans_of(first, sizes, stage)[index]
                 with gathered(stage):
-                    if not samples and not loss_count.together:
+                    if not samples and not (loss_count.together and stage == role.stages[-1] and role.last):
                         continue
                     inputs = source.samples(start, samples)
                     inputs = {**inputs, **weights.divisors, **numbers}

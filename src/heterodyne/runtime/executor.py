@@ -162,7 +162,8 @@ class Executor:
         """
         step.weights.require_some()
         self._recorder.begin()
-        step.parts.stages.begin()
+        ends = () if self._loss_stage is None else step.spans[self._loss_stage]
+        step.parts.stages.begin(sum(bool(size) for _, size in ends))
         self._gradients.begin()
         self._scaled = self._scale is not None
         if step.parts.transfers is not None:

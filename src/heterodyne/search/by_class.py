@@ -125,12 +125,13 @@ class ByClass:
         return found
 
     def _even(self, found: Sequence[Candidate]) -> Candidate:
-        """As many blocks for each device, with 1F1B and the micro-batches of what is best: what is done where nothing is known."""
+        """As many blocks for each device, in the usual order and with the micro-batches of what is best: what is done where nothing is known."""
         best = min(found, key=lambda c: c.weighed_s).plan
         size = self.split.sizes[0] if best is None else max(max(p.micro_batches.sizes) for p in best.pipelines)
         micro_batches = self.split.micro_batches(self.split.samples, size)
         pipeline = self._refiner.cuts.even([device.id for device in self._model.cluster.devices], micro_batches)
-        return self.split.weighed("an even cut with 1F1B", "even", (pipeline,), shifts=False)
+        schedule = "1F1B" if self.able.allow("early_backward") else "GPipe"
+        return self.split.weighed(f"an even cut with {schedule}", "even", (pipeline,), schedule=schedule, shifts=False)
 
     def _played(self, pipelines: tuple[Pipeline, ...], schedule: str) -> Candidate:
         plan = plan_of(self._model, self.split.samples, pipelines, schedule)
@@ -200,6 +201,8 @@ class ByClass:
             schedules=Space().schedules if allowed("split_backward") else ("1F1B", "GPipe", "Interleaved1F1B"),
             micro_batches=self.split.sizes,
         ).that_runs()
+        if not allowed("early_backward"):
+            space = replace(space, schedules=("GPipe",))
         if count is None:
             return space
         return replace(space, max_pipelines=1, micro_batches=(-(-self.split.samples // count),))

@@ -42,7 +42,7 @@ class DataParallel:
         if not self.runs:
             return ()
         able = Capabilities(self.model.graph)
-        if not able.allow("several_micro_batches"):
+        if not able.allow("several_micro_batches", "early_backward"):
             return self._weigh(self._proposer(1))  # each replica compares all its samples at once
         if able.allow("unequal_counts"):
             return self._weigh(self._proposer(None))

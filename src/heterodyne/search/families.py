@@ -19,11 +19,13 @@ from heterodyne.plan.capabilities import CUTTING, Capabilities, Feature
 from heterodyne.search.bound import all_at_work_s
 from heterodyne.search.by_class import ByClass
 from heterodyne.search.data_parallel import DataParallel
+from heterodyne.search.expert_places import ExpertPlaces
 from heterodyne.search.fit import Fit, fit_devices, runs_of
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.parameter_sharding import ParameterSharding
 from heterodyne.search.planned import CUTTING_PAYS, STATE_ELSEWHERE_PAYS, Candidate, Kind
 from heterodyne.search.predict import overflow
+from heterodyne.search.refine import Refiner
 from heterodyne.search.relief import ACTIONS, Action
 from heterodyne.search.relieved import offloading
 from heterodyne.search.sharding import Sharding
@@ -136,7 +138,7 @@ class Families:
         if strategy != "pipeline":
             known += map(self._if_exact, split.as_marked())
             yield from known[len(found) :]
-        for number, family in enumerate((self._by_class, self._splits)):
+        for number, family in enumerate((self._by_class, self._splits, self._expert_places)):
             if self._at_work_s / CUTTING_PAYS * _WITHIN >= self._below_s(known):
                 if not number:
                     why = f"takes at least {format_seconds(self._at_work_s)} a step, if no device ever waits"
@@ -183,6 +185,14 @@ class Families:
         ways: tuple[Strategy, ...] = ("split", "context")
         kinds = [way for way in ways if self.strategy in ("auto", way) and self.able.allow(CUTTING[way])]
         return self._split(self._counts(found)[0]).candidates(kinds, below_s)
+
+    def _expert_places(self, found: Sequence[Candidate], below_s: float) -> tuple[Candidate, ...]:
+        """Experts on devices of their own."""
+        count = self._counts(found)[0]
+        if count is not None or self.strategy == "context":
+            return ()
+        places = ExpertPlaces(split=self._split(count), able=self.able, refiner=Refiner(model=self.model))
+        return places.candidates(below_s)
 
     def _counts(self, found: Sequence[Candidate]) -> _Counts:
         """Where ops mix the samples of a micro-batch, the number of micro-batches is part of the mathematics: that of data parallelism

@@ -52,8 +52,12 @@ def demands_of(pipeline: Pipeline, costs: StepCosts, cluster: Cluster, crossing:
     )
 
 
-def ordered(pipeline: Pipeline, demands: Demands, *, actions_played: int) -> tuple[str, float, Pipeline]:
+def ordered(
+    pipeline: Pipeline, demands: Demands, *, actions_played: int, joined: bool = False
+) -> tuple[str, float, Pipeline]:
     """The name of the schedule that makes the best order that is found, or `OWN_ORDER`; its makespan; the pipeline with it.
+
+    ``joined``: no backward of the last stage begins before all its forwards are done.
 
     Raises InfeasibleError if a place has no room for one micro-batch at a time.
     """
@@ -67,6 +71,7 @@ def ordered(pipeline: Pipeline, demands: Demands, *, actions_played: int) -> tup
         held=demands.held,
         free_bytes=demands.free_bytes,
         actions_played=actions_played,
+        joined=joined,
     )
     name = _named(found.orders, places, count)
     if name != OWN_ORDER:

@@ -45,7 +45,8 @@ def points_of(graph: ModelGraph, *, inside: int = 0, most_crossing: float = MOST
     )
     wanted = {block.start for block in graph.blocks}
     wanted |= {block.start + offset for block in graph.blocks for offset in kinds.get(block.kind, ())}
-    inner = [position for position in sorted(wanted) if 0 < position < stop and back[position] != ZERO]
+    last = stop - 1 if graph.together_from is None else graph.together_from
+    inner = [position for position in sorted(wanted) if 0 < position <= last and back[position] != ZERO]
     positions = (0, *inner, stop)
     return Points(
         positions=positions,

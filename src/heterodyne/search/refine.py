@@ -126,7 +126,7 @@ class Refiner:
 
     def _ordered(self, shape: Pipeline) -> Iterator[Built]:
         """With the schedules and orders that fit, and again with the boundaries moved for the best of them."""
-        found = list(self._variants(shape))
+        found = list(self.variants(shape))
         yield from (built for built, _ in found)
         if not found:
             return
@@ -137,9 +137,9 @@ class Refiner:
             return
         moved = self._moved(shape, orders_of(built.schedule or "1F1B", built.pipeline), demands.reads)
         if moved != shape:
-            yield from (again for again, _ in self._variants(moved))
+            yield from (again for again, _ in self.variants(moved))
 
-    def _variants(self, pipeline: Pipeline) -> Iterator[tuple[Built, Demands]]:
+    def variants(self, pipeline: Pipeline) -> Iterator[tuple[Built, Demands]]:
         """Without recompute, with as few micro-batches in flight as fit; and with recompute or activations on hosts for more of them."""
         count, ranks = len(pipeline.micro_batches), len(pipeline.places)
         folded = len(pipeline.stages) > ranks
@@ -154,13 +154,14 @@ class Refiner:
             its = costs if variant is pipeline else self._costs(variant)
             crossing = self.model.crossings([stage.ops[0] for stage in variant.stages])
             demands = demands_of(variant, its, self.model.cluster, crossing)
-            if not folded and not shortfalls(variant, its, self.model.cluster, in_flight):
+            joined = self.model.graph.together_from is not None
+            if not folded and not joined and not shortfalls(variant, its, self.model.cluster, in_flight):
                 # Recomputed block by block inside the backward, which needs less room than to recompute ahead of it.
                 makespan = play(orders_of("1F1B", variant), demands.times, reads=demands.reads).makespan_s
                 yield Built(pipeline=variant, schedule="1F1B", makespan_s=makespan), demands
             try:
                 actions = 200_000 if self._small(pipeline) else 30_000
-                schedule, makespan, found = ordered(variant, demands, actions_played=actions)
+                schedule, makespan, found = ordered(variant, demands, actions_played=actions, joined=joined)
             except InfeasibleError:
                 continue  # not even one micro-batch at a time; the other variants hold less
             yield Built(pipeline=found, schedule=schedule, makespan_s=makespan), demands

@@ -39,6 +39,7 @@ def _line(*stages: dict[str, Any], sizes: Sequence[int] = (2,), order: tuple[str
     return {"stages": stages, "sizes": tuple(sizes), "order": order}
 
 
+_FORWARDS_FIRST = ("0F0 0F1 0B0 0B1",)
 _TWO: tuple[dict[str, Any], ...] = (_line({}), _line({}))
 PLANS: Mapping[Feature, tuple[int, tuple[dict[str, Any], ...]]] = {
     "several_stages": (0, (_line({}, {}),)),
@@ -56,8 +57,9 @@ PLANS: Mapping[Feature, tuple[int, tuple[dict[str, Any], ...]]] = {
     "selective_recompute": (0, (_line({"recompute": (2,), "keep": ("up.linear",)}),)),
     "activation_offload": (0, (_line({"offload_activations": (1,)}),)),
     "split_backward": (0, (_line({}, order=("0F0 0I0 0W0",)),)),
-    "several_micro_batches": (0, (_line({}, sizes=(2, 2)),)),
-    "unequal_counts": (0, (_line({}, sizes=(2, 2)), _line({}))),
+    "several_micro_batches": (0, (_line({}, sizes=(2, 2), order=_FORWARDS_FIRST),)),
+    "early_backward": (0, (_line({}, sizes=(2, 2)),)),
+    "unequal_counts": (0, (_line({}, sizes=(2, 2), order=_FORWARDS_FIRST), _line({}))),
     "unlike_pipelines": (0, (_line({"recompute": (1,)}), _line({}))),
     "empty_share": (0, (_line({"layout": Layout(shares=(1, 0))}),)),
     "overlap": (0, (_line({"layout": _SPLIT, "overlap": True}),)),

@@ -245,7 +245,23 @@ def test_a_loss_that_compares_samples_is_named_with_its_line() -> None:
     compared = replace(MODEL, loss=Loss(reduction="coupled"), output=Ref(MODEL.ops[-1].name))
     plan = valid_plan(compared, MACHINES, [MicroBatches((4, 4)), MicroBatches((2,)), None])
     (sentence,) = violations(plan, compared, MACHINES)
-    assert "has 2 micro-batches, and samples see each other in the loss of this model (model.py:1)" in sentence
+    assert "before all its forwards, and samples see each other in the loss of this model (model.py:1)" in sentence
+    assert violations(plan.model_copy(update={"schedule": "GPipe"}), compared, MACHINES) == ()
+
+
+def test_the_last_stage_has_all_ops_from_where_a_loss_compares_samples() -> None:
+    ops, machines = len(MODEL.ops), cluster(2)
+    compared = replace(MODEL, loss=Loss(reduction="coupled"), together_from=ops - 2)
+    whole = valid_plan(compared, machines, [MicroBatches((4,)), None])
+    for start in (ops - 2, ops - 1):
+        stages = tuple(
+            Stage(ops=cut, devices=(device.id,), regions=(region("*"),))
+            for cut, device in zip(((0, start), (start, ops)), machines.devices, strict=True)
+        )
+        pipelines = (whole.pipelines[0].model_copy(update={"stages": stages}),)
+        faults = violations(whole.model_copy(update={"pipelines": pipelines, "idle": ()}), compared, machines)
+        assert len(faults) == (start > ops - 2)
+        assert all("begin the last stage there or before" in fault for fault in faults)
 
 
 def test_pieces_of_a_model_that_only_the_module_trains_are_refused() -> None:

@@ -55,6 +55,7 @@ def best_orders(
     held: Sequence[StageBytes] | None = None,
     free_bytes: Sequence[int] | None = None,
     actions_played: int = _ACTIONS_PLAYED,
+    joined: bool = False,
 ) -> BestOrders:
     """The shortest orders that are found, the same for the same arguments.
 
@@ -63,6 +64,7 @@ def best_orders(
         reads: which stage reads from which, and the seconds of the transfers; by default each from the one before it, at once.
         held: by stage, the bytes of a micro-batch; ``free_bytes``: by place, the room for them. Without them, any amount fits.
         actions_played: how much the local improvement may try.
+        joined: no backward of the last stage begins before all its forwards are done.
 
     Raises InfeasibleError if some place has no room even for one micro-batch at a time.
     """
@@ -74,6 +76,7 @@ def best_orders(
         reads=chain(len(times)) if reads is None else reads,
         held=[StageBytes(activation=0)] * len(times) if held is None else held,
         free_bytes=[_UNLIMITED] * count if free_bytes is None else free_bytes,
+        joined=joined,
     )
     bound = work.bound_s()
     candidates = _candidates(work, bound)
@@ -125,11 +128,14 @@ def _candidates(work: PipelineWork, bound_s: float) -> dict[str, tuple[Rows, flo
 
 
 def _encoded(work: PipelineWork, recomputing: frozenset[int]) -> Iterator[tuple[str, Rows]]:
-    alone = work.clock.encode(_one_at_a_time(work, recomputing))
+    leanest = _stage_by_stage if work.joined else _one_at_a_time
+    alone = work.clock.encode(leanest(work, recomputing))
     _require_room(work, alone)
-    yield "one at a time", alone
+    yield "layer by layer" if work.joined else "one at a time", alone
     for name, orders in named_orders(work.places, work.micro_batches, recomputing).items():
         yield name, work.clock.encode(orders)
+    if len(work.places) > len(work.free_bytes) and not work.joined:
+        yield "layer by layer", work.clock.encode(_stage_by_stage(work, recomputing))
     for policy in _policies(chunks=len(work.places) > len(work.free_bytes)):
         rows = greedy_rows(work, policy)
         if rows is not None:
@@ -165,6 +171,23 @@ def _one_at_a_time(work: PipelineWork, recomputing: frozenset[int]) -> Orders:
             rows[place].append(Action(stage, "F", index))
         for stage in reversed(range(len(work.places))):
             rows[work.places[stage]].append(Action(stage, "B", index))
+    return recomputed_ahead(tuple(map(tuple, rows)), recomputing)
+
+
+def _stage_by_stage(work: PipelineWork, recomputing: frozenset[int]) -> Orders:
+    """Each stage takes all micro-batches before the next one on its place begins; in the last one a backward follows its forward, unless
+    it may not.
+
+    It is the zebra order of HeterMoE (Wu et al., 2025).
+    """
+    rows: list[list[Action]] = [[] for _ in work.free_bytes]
+    indices, last = range(work.micro_batches), len(work.places) - 1
+    for stage, place in enumerate(work.places[:last]):
+        rows[place] += (Action(stage, "F", index) for index in indices)
+    turns = [Action(last, kind, index) for index in indices for kind in ("F", "B")]
+    rows[work.places[last]] += sorted(turns, key=lambda action: action.kind == "B") if work.joined else turns
+    for stage in reversed(range(last)):
+        rows[work.places[stage]] += (Action(stage, "B", index) for index in indices)
     return recomputed_ahead(tuple(map(tuple, rows)), recomputing)
 
 

@@ -110,7 +110,9 @@ class _State:
         backward, forward, soon = -1, -1, inf
         for stage in self.stages_of[place]:
             index = self.backwards[stage]
-            if index < self.forwards[stage] and not self.lacks_backward[stage][index]:
+            done = self.forwards[stage]
+            joined = self.work.joined and stage == len(self.forwards) - 1 and done < self.work.micro_batches
+            if index < done and not joined and not self.lacks_backward[stage][index]:
                 if self.backward_at[stage][index] > now:
                     soon = min(soon, self.backward_at[stage][index])
                 elif backward < 0 or self.policy.backward_deep:

@@ -16,7 +16,8 @@ __all__ = ["PipelineWork"]
 class PipelineWork:
     """Stages with their times and bytes, on places with so much room, and a number of micro-batches.
 
-    ``free_bytes``: by place. ``clock`` and the tables behind it follow from the rest.
+    ``free_bytes``: by place. ``joined``: no backward of the last stage begins before all its forwards are done. ``clock`` and the tables
+    behind it follow from the rest.
     """
 
     times: Sequence[StageTimes]
@@ -25,6 +26,7 @@ class PipelineWork:
     reads: Sequence[Read]
     held: Sequence[StageBytes]
     free_bytes: Sequence[int]
+    joined: bool = False
     clock: Clock = field(init=False)
     taken: list[int] = field(init=False)  # bytes by code
     freed: list[int] = field(init=False)
@@ -42,9 +44,22 @@ class PipelineWork:
         object.__setattr__(self, "freed", [freed for _, freed in pairs])
 
     def fits(self, row: Sequence[int], place: int) -> bool:
-        """Return whether a place has the room for its row of codes."""
+        """Return whether a place has the room for its row of codes, and turns back when it may."""
+        if self.joined and place == self.places[-1] and self._turns_early(row):
+            return False
         along = running_bytes([self.taken[code] for code in row], [self.freed[code] for code in row])
         return max(along, default=0) <= self.free_bytes[place]
+
+    def _turns_early(self, row: Sequence[int]) -> bool:
+        last = (len(self.places) - 1) * self.micro_batches
+        forwards = 0
+        for code in row:
+            kind, cell = divmod(code, self.clock.cells)
+            if cell >= last and kind == KINDS["F"]:
+                forwards += 1
+            elif cell >= last and forwards < self.micro_batches:
+                return True
+        return False
 
     def stages_of(self, place: int) -> list[int]:
         return [stage for stage, where in enumerate(self.places) if where == place]

@@ -105,9 +105,10 @@ def part_statistics(
         return {}, [count.statistics({}, size, buffers) for _, size in spans]
     slices = {index: source.samples(*span) for index, span in enumerate(spans) if span[1]}
     nothing = torch.zeros(count.size, dtype=torch.float64)
-    return slices, [
-        count.statistics(slices[index], size, buffers) if size else nothing for index, (_, size) in enumerate(spans)
-    ]
+    own = [count.statistics(slices[index], size, buffers) if size else nothing for index, (_, size) in enumerate(spans)]
+    if count.together and len(slices) > 1:  # a replica counts once, however many parts it has
+        own = [torch.cat([each[:1], each[1:] / len(slices)]) for each in own]
+    return slices, own
 
 
 def sum_of_parts(

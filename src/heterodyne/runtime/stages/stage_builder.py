@@ -29,6 +29,7 @@ from heterodyne.runtime.exact.exchange import SampleExchange
 from heterodyne.runtime.split.group import Group
 from heterodyne.runtime.split.team import SplitTeam
 from heterodyne.runtime.stages.forward import Forward
+from heterodyne.runtime.stages.joint_loss import JointLoss, LossOfParts
 from heterodyne.runtime.stages.new_shapes import NewShapes, Shapes
 from heterodyne.runtime.stages.segments import Compilable, Runnable, Segment, WholeModel
 from heterodyne.runtime.stages.stages import Stages
@@ -85,6 +86,11 @@ class StagePrograms(Protocol):
         self, batch: Mapping[str, Tensor] | None, module: nn.Module, device: torch.device, exchange: SampleExchange
     ) -> Runnable:
         """All of the model, with a loss in which the samples of all replicas see each other."""
+
+    def loss_together(
+        self, batch: Mapping[str, Tensor] | None, module: nn.Module, device: torch.device, exchange: SampleExchange
+    ) -> LossOfParts:
+        """The end of such a loss, where stages make what it reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +182,8 @@ class StageBuilder:
         self._halves = frozenset(action.stage for action in assignment.actions if action.kind == "W")
         self._pipeline = None if self._role.pipeline is None else plan.pipelines[self._role.pipeline]
         self._pieces = [] if self._pipeline is None else _pieces(self._pipeline, graph)
+        self._ends = [placement.places[rank].spans() for rank in _ends(placement)]
+        self._joined = self._coupled and (len(self._pieces) > 1 or len(self._role.micro_batches.sizes) > 1)
         self._captured = captured_shapes(graph)
         self._teams = _teams(plan, self._cluster, channels)
         self._made: Recent[Shapes, StageRuntime] = Recent(MOST_SHAPES)
@@ -236,7 +244,7 @@ class StageBuilder:
             whole = {0: [Segment(run=WholeModel(self._module, run))]}
             return StageRuntime(stages=Stages(whole, forward=self._forward, device=self._device), transfers=None)
         assert self._programs is not None
-        if self._coupled:
+        if self._coupled and not self._joined:
             together = self._programs.coupled(batch, self._module, self._device, self._exchange)
             whole = {0: [Segment(run=together)]}
             return StageRuntime(stages=Stages(whole, forward=self._forward, device=self._device), transfers=None)
@@ -251,6 +259,7 @@ class StageBuilder:
             halves=self._halves,
             home=self._home(),
             in_parts=self._role.sharded,
+            joint=self._joint(batch) if self._joined and self._role.last else None,
         )
         return StageRuntime(stages=stages, transfers=transfers)
 
@@ -259,9 +268,14 @@ class StageBuilder:
 
         Raises PlanError for a cut that would change the result.
         """
-        if self.cut and not self._coupled and self._pipeline is not None:
+        if self.cut and (self._joined or not self._coupled) and self._pipeline is not None:
             self._cut_out = self._programs_of(None)
         return self.cut
+
+    def _joint(self, batch: Mapping[str, Tensor] | None) -> JointLoss:
+        assert self._programs is not None
+        loss = self._programs.loss_together(batch, self._module, self._device, self._exchange)
+        return JointLoss(self._role.stages[-1], loss, self._ends)
 
     def _programs_of(self, batch: Mapping[str, Tensor] | None) -> dict[int, _Program]:
         """By the number of its piece, each program that this rank runs."""
@@ -354,10 +368,16 @@ def _statistics(placement: Placement, channels: Channels) -> ProcessGroup | None
 
 
 def _exchange(placement: Placement, channels: Channels) -> SampleExchange:
-    """Joins the replicas, in the order of their samples. Collective."""
-    order = sorted(placement.sharing, key=lambda rank: placement.places[rank].spans()[0])
+    """Joins the ranks that end in the loss, in the order of their samples. Collective."""
+    order = _ends(placement)
     process_group = channels.process_group("samples", sorted(order))
     return SampleExchange(process_group, order.index(channels.rank) if process_group is not None else 0)
+
+
+def _ends(placement: Placement) -> list[int]:
+    """The ranks with samples that end in the loss, in the order of their first samples."""
+    ends = [rank for rank in placement.sharing if placement.places[rank].last]
+    return sorted(ends, key=lambda rank: placement.places[rank].spans()[0])
 
 
 def _teams(plan: Plan, cluster: Cluster, channels: Channels) -> dict[int, SplitTeam]:

@@ -16,6 +16,7 @@ from heterodyne.runtime.exact.dropout import Draws
 from heterodyne.runtime.stages.deferred import DeferredWeights
 from heterodyne.runtime.stages.forward import Forward, on_device
 from heterodyne.runtime.stages.hosted import Hosted, HostedStore
+from heterodyne.runtime.stages.joint_loss import JointLoss
 from heterodyne.runtime.stages.kept_outputs import KeptOutputs
 from heterodyne.runtime.stages.recompute import Recomputation
 from heterodyne.runtime.stages.segments import Segment
@@ -30,13 +31,14 @@ class _Alive:
     """A micro-batch of a stage between its forward and the end of its backward.
 
     ``which``: its stage and number; ``leaves``: what it has received, where its own part of the graph begins; ``made``: what it sends;
-    both by name.
+    ``joint``: what a loss of all micro-batches reads of it; by name.
     """
 
     which: tuple[int, int]
     draws: Draws | None
     leaves: dict[str, Tensor]
     made: dict[str, Tensor]
+    joint: dict[str, Tensor] = field(default_factory=dict)
     recomputations: list[Recomputation] = field(default_factory=list)
     hosted: list[Hosted] = field(default_factory=list)
     deferred: DeferredWeights | None = None
@@ -52,6 +54,7 @@ class Stages:
         transfers: from and to other ranks; None: there is one stage, and the rank has it all to itself.
         halves: the stages whose backwards come in two halves.
         home: of the gradients of their second halves.
+        joint: the end of a loss that compares samples, where this rank has the last stage; None: stages make the loss.
         in_parts: the sharded stages on several devices. These meet in each pass, so they all go the same way through it,
             also where one of them has nothing to receive or no gradient came back to it.
     """
@@ -66,8 +69,10 @@ class Stages:
         halves: frozenset[int] = frozenset(),
         home: GradientBuckets | None = None,
         in_parts: frozenset[int] = frozenset(),
+        joint: JointLoss | None = None,
     ) -> None:
         self._in_parts = in_parts
+        self._joint = joint
         self._segments = segments
         self._forward = forward
         self._device = device
@@ -83,8 +88,10 @@ class Stages:
             value.name: stage for stage in sorted(segments) for segment in segments[stage] for value in segment.receives
         }
 
-    def begin(self) -> None:
-        """Forget whatever an earlier step has left."""
+    def begin(self, parts: int | None = None) -> None:
+        """Forget whatever an earlier step has left. ``parts``: micro-batches of this rank that end in the loss; None: as in evaluation."""
+        if self._joint is not None:
+            self._joint.begin(parts)
         for hosted in (each for alive in self._alive.values() for each in alive.hosted):
             hosted.close()
         if self._store is not None:
@@ -126,7 +133,7 @@ class Stages:
         at_samples(samples)
         segments = self._segments[stage]
         values = self._values.setdefault(index, {})
-        if stage in self._in_parts:
+        if stage in self._in_parts or not len(samples):
             self._fill(segments, values)
         alive = _Alive((stage, index), draws, self._leaves(segments, values), {})
         local = {**values, **alive.leaves}
@@ -135,6 +142,10 @@ class Stages:
         with self._forward.around_forward(draws), alive.deferred or nullcontext():
             for segment in segments:
                 local.update(self._run(segment, inputs, local, len(samples), alive, to_end=stage in self._in_parts))
+            if self._joint is not None and stage == self._joint.stage:
+                made, loss = self._joint.forward(index, inputs, local, len(samples))
+                alive.joint.update(made)
+                local.update({} if loss is None else {LOSS: loss})
         for segment in segments:
             for value in segment.sends:
                 made = alive.made[value.name] = as_dtype(local[value.name], dtype_of(value))
@@ -143,7 +154,7 @@ class Stages:
         for name in [name for name in values if self._last_reader[name] == stage]:
             del values[name]
         loss = local.get(LOSS)
-        if loss is not None:
+        if loss is not None and self._joint is None:
             alive.made[LOSS] = loss
         self._alive[stage, index] = alive
         return loss
@@ -204,12 +215,18 @@ class Stages:
             elif tensor.requires_grad and (name in gradients or stage in self._in_parts):
                 roots.append(tensor)
                 upstream.append(gradients[name] if name in gradients else torch.zeros_like(tensor))
+        if self._joint is not None and stage == self._joint.stage:
+            with self._forward.around_backward(alive.draws):
+                by_loss = self._joint.backward(index, weight)
+            roots += (alive.joint[name] for name in by_loss)
+            upstream += by_loss.values()
         for hosted in alive.hosted[-1:]:
             hosted.fetch()
         if roots:
             with self._forward.around_backward(alive.draws):
                 torch.autograd.backward(roots, upstream)
         alive.made.clear()
+        alive.joint.clear()
         alive.recomputations.clear()
         for hosted in alive.hosted:
             hosted.close()
