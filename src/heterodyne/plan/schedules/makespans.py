@@ -39,6 +39,7 @@ class Makespans:
         sends: seconds of a message from each stage to the next one, and as much back. One less than there are stages.
         schedule: a name in `plan.schedules.SCHEDULES`.
         chunks: stages on each place.
+        busy: seconds that each of these messages keeps its link from others; (): none.
         played: the number of actions that were played is added to its one entry.
     """
 
@@ -46,6 +47,7 @@ class Makespans:
     sends: Sequence[float]
     schedule: str = "1F1B"
     chunks: int = 1
+    busy: Sequence[float] = ()
     played: list[int] = field(default_factory=lambda: [0], repr=False)
     _rounds: list[tuple[list[float], list[float]]] = field(default_factory=list, repr=False)
     _step: list[float] = field(default_factory=list, repr=False)  # seconds between rounds, once they are alike
@@ -83,9 +85,13 @@ class Makespans:
         return len(self.stages) // self.chunks
 
     def seconds(self, micro_batches: int) -> float:
-        """From the first forward to the last backward."""
+        """From the first forward to the last backward: as the schedule has it, or as long as a link is busy with all messages."""
         if micro_batches < 1:
             return 0.0
+        played_s = self._played_s(micro_batches)
+        return max([played_s, *(around + micro_batches * each for around, each in self._link_lines)])
+
+    def _played_s(self, micro_batches: int) -> float:
         if micro_batches not in self._known:
             if len(self.stages) == 1 or (self.schedule == "1F1B" and self.chunks == 1):
                 self._known[micro_batches] = self._one_f_one_b(micro_batches)
@@ -107,8 +113,21 @@ class Makespans:
 
     @cached_property
     def lines(self) -> list[tuple[float, float]]:
-        """See `place_lines`: for schedules whose placement is a loop."""
-        return place_lines(self.stages, self.sends, self.places, split=SCHEDULES[self.schedule].halves)
+        """See `place_lines`: for schedules whose placement is a loop. Links are lines too: seconds in which they cannot be busy, and are."""
+        of_places = place_lines(self.stages, self.sends, self.places, split=SCHEDULES[self.schedule].halves)
+        return [*of_places, *self._link_lines]
+
+    @cached_property
+    def _link_lines(self) -> list[tuple[float, float]]:
+        """Before the first message over a link a micro-batch has been computed up to it, behind the last one goes on from it and comes back.
+
+        Of places with several stages each link has the messages of all of them.
+        """
+        if self.chunks > 1:
+            return [(0.0, sum(self.busy[place :: self.places])) for place in range(min(self.places, len(self.busy)))]
+        back = self._input if SCHEDULES[self.schedule].halves else self._backward
+        once = sum(self._forward) + sum(back) + 2 * sum(self.sends)
+        return [(once - send, busy) for send, busy in zip(self.sends, self.busy, strict=False)]
 
     def most_within(self, seconds: float, at_most: int) -> int:
         """The most micro-batches that are done in so many seconds."""
@@ -161,7 +180,7 @@ class Makespans:
         """
         if self._steady and micro_batches > self._steady[0][0]:
             few, later = self._steady[0]
-            return self.seconds(few) + (micro_batches - few) * later
+            return self._played_s(few) + (micro_batches - few) * later
         sends, count, early = self.sends, len(self.stages), self.schedule == "ZBH2"
         inputs, weights = self._input, self._weight
         ahead = [2 * (count - place) - 1 if early else count - 1 - place for place in range(count)]
@@ -318,7 +337,7 @@ class Makespans:
             forward, backward = self._round(micro_batches - count)
             few = len(self._rounds) - 1 + count
             if micro_batches > few:  # what follows is that of the last known round, later
-                return self.seconds(few) + (micro_batches - few) * self._step[0]
+                return self._played_s(few) + (micro_batches - few) * self._step[0]
             left = range(micro_batches - count + 1, micro_batches)
         for number in left:
             forward, backward = self._next(forward, backward, number, micro_batches)

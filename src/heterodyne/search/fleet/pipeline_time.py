@@ -44,7 +44,9 @@ class PipelineTime:
         key = (template, schedule, layout)
         if key not in self._makespans:
             stages, sends = self._waiting(template, self._sends(template, layout))
-            self._makespans[key] = Makespans(stages, sends, schedule, template.chunks, self.played)
+            self._makespans[key] = Makespans(
+                stages, sends, schedule, template.chunks, self._busy(template, layout), self.played
+            )
         return self._makespans[key]
 
     def _waiting(self, template: Template, sends: list[float]) -> tuple[Sequence[StageTimes], list[float]]:
@@ -53,6 +55,13 @@ class PipelineTime:
         if self.overlap_sends:
             return stages, sends
         return blocked(stages, sends, duplex=self.duplex), [0.0] * len(sends)
+
+    def _busy(self, template: Template, layout: Layout) -> list[float]:
+        """Seconds that each message keeps its link busy, without its latency. Where sends do not overlap, stages are busy with them."""
+        if not self.overlap_sends:
+            return []
+        pairs = zip(self._sends(template, layout), self._sends(template, layout, empty=True), strict=True)
+        return [max(0.0, all_s - latency_s) if all_s < inf else 0.0 for all_s, latency_s in pairs]
 
     def _times(self, template: Template) -> tuple[StageTimes, ...]:
         """Forward and backward seconds of each stage."""
@@ -68,10 +77,12 @@ class PipelineTime:
             )
         return self._timed[template]
 
-    def _sends(self, template: Template, layout: Layout) -> list[float]:
-        """Seconds of the message from each stage to the next one; shared by pipelines on the same devices with the same message sizes."""
+    def _sends(self, template: Template, layout: Layout, *, empty: bool = False) -> list[float]:
+        """Seconds of the message from each stage to the next one (``empty``: of one without content); shared by pipelines on the same
+        devices with the same message sizes.
+        """
         stages, tables = template.stages, self.tables.of(template)
-        sizes = [table.output_bytes(s.stop) for s, table in zip(stages[:-1], tables, strict=False)]
+        sizes = [0.0 if empty else table.output_bytes(s.stop) for s, table in zip(stages[:-1], tables, strict=False)]
         places = tuple((home.pool, home.widths) for home in template.homes)
         return self._sent.get(
             (places, template.chunks, tuple(sizes), layout),

@@ -94,7 +94,9 @@ class Predictor:
             stages = beside(own.stages, exchanges[template], zero, self.software)
             same = stages == list(own.stages)
             found[template] = (
-                own if same else Makespans(stages, own.sends, schedule, template.chunks, self.pipeline_time.played)
+                own
+                if same
+                else Makespans(stages, own.sends, schedule, template.chunks, own.busy, self.pipeline_time.played)
             )
         return found
 

@@ -153,3 +153,17 @@ def test_the_most_within_a_time_is_the_inverse() -> None:
             assert made.most_within(seconds, 1000) == count
             assert made.most_within(seconds * 0.999999, 1000) == count - 1
             assert made.most_within(seconds, count - 1) == count - 1
+
+
+@pytest.mark.parametrize("schedule", PLAIN)
+def test_a_slow_link_is_busy_with_all_messages(schedule: str) -> None:
+    """Of three stages of a second each way, over links that a message keeps for 0.2 s and for 5 s."""
+    stages = [StageTimes.halved(forward_s=1.0, backward_s=2.0)] * 3
+    made = Makespans(stages, [0.2, 5.0], schedule, busy=[0.2, 5.0])
+    free = Makespans(stages, [0.2, 5.0], schedule)
+    assert made.seconds(1) == pytest.approx(free.seconds(1))
+    for count in (8, 64, 65):
+        assert made.seconds(count) >= free.seconds(count)
+        assert made.seconds(count) >= made.bound_s(count) >= 5 * count
+    # As many seconds later as the link is busy with one more.
+    assert made.seconds(401) - made.seconds(400) == pytest.approx(max(5.0, free.seconds(401) - free.seconds(400)))
