@@ -188,7 +188,9 @@ class _Paper:
 
     def compare_sites(self, fleet: Fleet) -> None:
         """Print the ways over the sites of the fleet, the fastest first, and what a job says to train apart. Raises ClusterError."""
-        samples, outer = self.job.training.global_batch_size, Outer()
+        samples, sync = self.job.training.global_batch_size, self.job.training.sync
+        every = Outer().every if sync is None else max(map(sync.every_of, sync.shares))
+        outer = Outer(every=every) if sync is None else Outer(every=every, bits=sync.bits, delay=sync.delay)
         with watched(self.wishes.seconds, self.say) as watch:
             ways = ways_over_sites(self._planner(fleet).planner, self.space, outer, watch=watch)
         if self.wishes.as_json:
