@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
 from heterodyne.errors import PlanError
 
@@ -77,16 +77,15 @@ def edited(edits: Mapping[str, Edit]) -> Iterator[None]:
             _edits[key].pop()
 
 
-def module_output(x: Tensor, key: str, form: str, leaf: int, call: int, trains: bool) -> Tensor:  # noqa: FBT001  # an operator's
+def module_output(x: Tensor, key: str, form: str, leaf: int, call: int, trains: bool) -> Tensor:
     """The op: what a module is to return in place of ``x``; ``trains``: an edit reads tensors that gradients flow to, whatever flows to
     ``x``. Raises PlanError for an edit that gives something of another form."""
     if isinstance(x, FakeTensor) or x.is_meta:
         made = x.clone()
         return made.requires_grad_() if trains and torch.is_grad_enabled() and not made.requires_grad else made
-    made = x
+    made = x.clone()  # edits and what follows may write into it
     for edit in _edits.get(key, ()):
         made = result_of(edit, made, form, leaf, key)
-    made = x.clone() if made is x else made
     for seen in _recording:
         seen.append(Seen(key=key, form=form, leaf=leaf, call=call, samples=_samples, value=made.detach().clone()))
     return made
@@ -117,25 +116,59 @@ def _shown(hook: OutputHook, output: Any) -> Any:
     _calls[hook.key] += 1
     op = torch.ops.heterodyne.module_output
     made = iter([op(tensor, hook.key, form, leaf, call, hook.trains) for leaf, tensor in enumerate(tensors)])
-    return pytree.tree_map_only(Tensor, lambda _: next(made), output)
+    return _with_tensors(output, made)
 
 
 def tensors_in(output: Any) -> tuple[str, Sequence[Tensor]]:
     """Return what an output is made of, as JSON, and the tensors in it. What is neither a tensor nor a plain value is None."""
     tensors: list[Tensor] = []
-    form = []
-    for path, leaf in pytree.tree_flatten_with_path(output)[0]:
-        keys = [key.idx if isinstance(key, pytree.SequenceKey) else _name(key) for key in path]
-        if isinstance(leaf, Tensor):
+    form: list[Any] = []
+
+    def walk(value: Any, keys: Sequence[int | str]) -> None:
+        parts = _parts(value)
+        if parts is not None:
+            for key, part in parts:
+                walk(part, [*keys, key])
+        elif isinstance(value, Tensor):
             form.append([keys, True, len(tensors)])
-            tensors.append(leaf)
+            tensors.append(value)
         else:
-            form.append([keys, False, leaf if type(leaf) in (bool, int, float, str) else None])
+            form.append([keys, False, value if type(value) in (bool, int, float, str) else None])
+
+    walk(output, [])
     return json.dumps(form), tensors
 
 
-def _name(key: Any) -> str:
-    return str(key.key if isinstance(key, pytree.MappingKey) else key.name)
+def _parts(value: Any) -> list[tuple[int | str, Any]] | None:
+    """Return by place or name what a value holds; None for what is not looked into."""
+    if isinstance(value, tuple | list) and value:
+        return list(enumerate(value))
+    if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value):
+        return list(value.items())
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in fields(value)]
+    return None
+
+
+def _with_tensors(output: Any, made: Iterator[Tensor]) -> Any:
+    """Return a copy of an output with other tensors in the order of `tensors_in`."""
+    if isinstance(output, Tensor):
+        return next(made)
+    parts = _parts(output)
+    if parts is None:
+        return output
+    new = [_with_tensors(part, made) for _, part in parts]
+    if isinstance(output, tuple):
+        return type(output)(*new) if hasattr(output, "_fields") else tuple(new)
+    if isinstance(output, list):
+        return new
+    copied = copy(output)
+    for (key, _), part in zip(parts, new, strict=True):
+        if isinstance(copied, MutableMapping):
+            copied[key] = part
+        else:
+            object.__setattr__(copied, str(key), part)
+    return copied
 
 
 def nested(form: str, tensors: Sequence[Any]) -> Any:

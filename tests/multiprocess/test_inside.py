@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -62,6 +63,12 @@ def started(
     world: World, name: str, kind: str, graph: ModelGraph, lr: float = 0.1
 ) -> tuple[nn.Module, dict[str, Tensor], hd.Distributed]:
     model, batch = made(name)
+    return model, batch, started_with(world, model, batch, kind, graph, lr)
+
+
+def started_with(
+    world: World, model: nn.Module, batch: dict[str, Tensor], kind: str, graph: ModelGraph, lr: float = 0.1
+) -> hd.Distributed:
     cluster, device = cluster_of(world.world_size), torch.device("cpu")
     session = Session(
         cluster=cluster,
@@ -71,14 +78,13 @@ def started(
         watchdog=None,
     )
     known = profile(graph, cluster, [linear(1e-3)] * world.world_size, reduce=lambda _: 1e-6)
-    trainer = hd.distribute(
+    return hd.distribute(
         model,
         batch,
         optimizer=functools.partial(sgd, lr),
         plan=hd.PlanOptions(plan_for(kind, graph), profile=known, check_s=0),
         session=session,
     )
-    return model, batch, trainer
 
 
 def sgd(lr: float, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
@@ -266,6 +272,9 @@ def asked_wrongly(world: World, graph: ModelGraph) -> list[str]:
         {"qkv": lambda output: output.no_such()},
         {"qkv": lambda output: output * weight.sum()},
         {("qkv" if world.rank else "out"): halved},
+        {"qkv": lambda output: output * (2 + world.rank)},
+        {"qkv": lambda output: output if output.shape[0] <= 2 else output.roll(1, 0)},
+        {"qkv": 3},
     ]
     with trainer:
         for wrong in edits:
@@ -275,9 +284,15 @@ def asked_wrongly(world: World, graph: ModelGraph) -> list[str]:
         with pytest.raises(HeterodyneError) as refused:
             trainer.activations(["tokens", "quv"], batch)
         said.append(str(refused.value))
+        with pytest.raises(HeterodyneError) as refused:
+            trainer.activations("norm", {name: tensor[: SAMPLES - (world.rank == 1)] for name, tensor in batch.items()})
+        said.append(str(refused.value))
         assert trainer.step(batch).loss == pytest.approx(loss_of(made("gpt")[0](**batch)).item(), rel=BAR)
         parts = trainer.activations("qkv", batch, gather=False)["qkv"]
         whole = trainer.activations("qkv", batch, on="rank0")
+    with pytest.raises(HeterodyneError) as refused:
+        trainer.activations("norm", batch)
+    said.append(str(refused.value))
     assert bool(whole) == (world.rank == 0)
     of_all = trainer._session.communicator.all_gather_object([(p.first, p.count, p.output) for p in parts])
     if world.rank == 0:
@@ -289,13 +304,18 @@ def asked_wrongly(world: World, graph: ModelGraph) -> list[str]:
 WRONG = (
     "no module of .* is called 'qvk'; the nearest are 'qkv'",
     "the edit of 'qkv' makes a float32 tensor of shape .* of a float32 tensor of shape",
-    "the edit of 'qkv' makes something else of two samples together",
+    "the edit of 'qkv' makes something else of several samples together",
     "draw random numbers",
     "the edit of 'qkv' returns a tuple of 2 where the module returns a float32 tensor",
     "the edit of 'qkv' fails .* AttributeError",
     "parameters of the model|not held|holds",
     "rank 1 asks for",
+    "the edit of 'qkv' is another on rank 1 than on rank 0",
+    "the edit of 'qkv' makes something else of several samples together",
+    "the edit of 'qkv' is 3: give a function",
     "is called 'quv'",
+    "rank 1 gives another batch than rank 0",
+    "is closed",
 )
 
 
@@ -304,3 +324,85 @@ def test_what_cannot_be_edited_is_refused_on_all_ranks(pool: Pool) -> None:
         assert len(said) == len(WRONG)
         for text, pattern in zip(said, WRONG, strict=True):
             assert re.search(pattern, text), (pattern, text)
+
+
+@dataclass
+class Pair:
+    hidden: Tensor
+    size: int
+
+
+class Together(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Pair:
+        return Pair(self.part(x), x.shape[-1])
+
+
+class Odd(nn.Module):
+    """What follows writes into the output of a module; outputs that are objects; a module of two names that is called twice; containers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), Together(nn.Linear(8, 8))])
+        self.again = self.first
+        self.idle = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.first(x)
+        hidden.relu_()
+        hidden = self.blocks[0](hidden)
+        hidden += 1.5
+        hidden = self.blocks[1](self.again(hidden)).hidden
+        return (hidden - y).square().mean()
+
+
+def odd(kind: str, steer: Callable[[str], Steering]) -> tuple[nn.Module, dict[str, Tensor], dict[str, Steering]]:
+    torch.manual_seed(0)
+    model, batch = Odd(), {"x": torch.randn(SAMPLES, 8), "y": torch.randn(SAMPLES, 8)}
+    return model, batch, {path: steer(path) for path in ("first", "blocks.0", "blocks.1.part")}
+
+
+@functools.cache
+def odd_graph() -> ModelGraph:
+    model, batch, _ = odd("", lambda _: Steering(8))
+    return hd.capture(model, batch)
+
+
+def steered_oddly(world: World, kind: str, graph: ModelGraph) -> tuple[float, dict[str, Tensor], dict[str, Any]]:
+    model, batch, edits = odd(kind, lambda _: Steering(8))
+    trainer = started_with(world, model, batch, kind, graph)
+    with trainer:
+        found = trainer.activations(["*"], batch)
+        alias = trainer.activations("again", batch)["again"]
+        assert all(torch.equal(a, b) for a, b in zip(alias, found["first"], strict=True))
+        with pytest.raises(PlanError, match="'idle' returns no tensor that the loss depends on"):
+            trainer.activations("idle", batch)
+        with trainer.edit(edits):
+            loss = trainer.step(batch).loss
+    gradients = {
+        f"{path}.{n}": p.grad for path, edit in edits.items() for n, p in edit.named_parameters() if p.grad is not None
+    }
+    return loss, gradients, found
+
+
+@pytest.mark.parametrize("kind", ["data", "1F1B", "split", "hybrid"])
+def test_odd_modules_are_as_on_one_device(pool: Pool, kind: str) -> None:
+    model, batch, edits = odd(kind, lambda _: Steering(8))
+    seen = hooked(model, batch)
+    for path, edit in edits.items():
+        model.get_submodule(path).register_forward_hook(lambda _m, _i, output, edit=edit: edit(output))
+    loss = model.train()(**batch)
+    loss.backward()
+    wanted = {f"{path}.{n}": p.grad for path, edit in edits.items() for n, p in edit.named_parameters()}
+    for found_loss, gradients, found in pool.run(RANKS.get(kind, 2), steered_oddly, kind, odd_graph()):
+        assert found_loss == pytest.approx(loss.item(), rel=BAR)
+        assert gradients.keys() == wanted.keys()
+        assert max(error(gradients[key], wanted[key]) for key in gradients) <= BAR
+        assert found.keys() == {"first", "blocks.0", "blocks.1", "blocks.1.part"}
+        assert set(found["blocks.1"]) == {"hidden", "size"}
+        assert error(found["blocks.1"]["hidden"], found["blocks.1.part"]) == 0
+        assert all(error(a, b[0]) <= BAR for a, b in zip(found["first"], seen["first"], strict=True))

@@ -169,11 +169,7 @@ class Distributed:
         five of them in a row; DataError for a batch of another size than the plan's, one in which nothing counts, or batches that differ
         between ranks; HeterodyneError after `close`.
         """
-        if self._closed:
-            raise HeterodyneError(
-                "the trainer is closed: its 'with' block has ended, or close() was called, and the gradients of the ranks are no longer "
-                "reduced. Step inside of the 'with' block, or distribute the model again"
-            )
+        self._require_open()
         with self._calls.named("step()"), rescued_if_memory_ends(self._session, self._engine.rescue):
             with self._inside.trained() as add_gradients:
                 result = self._engine.step(lambda: self._named(batch), self._stop)
@@ -259,10 +255,11 @@ class Distributed:
         Raises HeterodyneError for a path that matches nothing, PlanError for a module whose output nothing computes under a plan, or of
         which parts of a batch do not make up the whole.
         """
+        self._require_open()
         with self._calls.named("activations()"):
             patterns = [modules] if isinstance(modules, str) else modules
             named = self._named(batch)
-            return self._inside.activations(patterns, lambda: self._worker.evaluate(named), on if gather else None)
+            return self._inside.activations(patterns, named, on if gather else None)
 
     @checked_arguments
     @contextmanager
@@ -275,9 +272,10 @@ class Distributed:
                 of its own that require gradients (a probe, a steering vector) have that of the batch in ``.grad`` after a step, on all
                 ranks; another optimizer, of the script, may update them.
 
-        Each function is called with random numbers in the place of two samples before the block begins. Raises PlanError if it fails there,
-        changes the shape, or makes something else of samples together than of each alone.
+        Each function is called with random numbers in the place of three samples before the block begins. Raises PlanError if it fails
+        there, changes the shape, makes something else of samples together than of each alone, or is another on another rank.
         """
+        self._require_open()
         with self._calls.named("edit()"):
             edits = self._inside.edits(functions)
             edits.__enter__()
@@ -534,6 +532,13 @@ class Distributed:
     def _tell(self, call: Callable[[Callback], None]) -> None:
         for callback in self._callbacks:
             call(callback)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise HeterodyneError(
+                "the trainer is closed: its 'with' block has ended, or close() was called, and the gradients of the ranks are no longer "
+                "reduced. Step inside of the 'with' block, or distribute the model again"
+            )
 
     def _checkpoints(self, directory: Path | str | None, keep: int) -> Checkpoints:
         if directory is not None:

@@ -114,7 +114,9 @@ class _ShardedWriter(Writer):
         operand = self._in_layout(source, whole)
         self._switches.to(region_of(node))
         made = self._finish(node, self._graph.call_function(node.target, (operand, *others)))  # type: ignore[arg-type]  # an operator
-        return self._converting(ref_of(node), made, whole, tuple(strategy.outputs[0] for strategy in strategies))
+        laid_out = self._converting(ref_of(node), made, whole, tuple(strategy.outputs[0] for strategy in strategies))
+        # What follows may write into it, and what a conversion gives is a view of what others read.
+        return laid_out if laid_out is made else self._graph.call_function(torch.clone, (laid_out,))
 
     def _operands(self, node: fx.Node, strategies: Sequence[OpStrategy]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of an op as its strategies want them, in the order of its schema, as `Op.operands` has them."""

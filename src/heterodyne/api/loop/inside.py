@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import count
+from math import isclose, isnan
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -15,16 +16,21 @@ from torch import Tensor, nn
 
 from heterodyne.api.loop.prediction import gathered_rows
 from heterodyne.api.session import Session
-from heterodyne.errors import HeterodyneError, PlanError
+from heterodyne.errors import DataError, HeterodyneError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.graph.module_outputs import MODULE_OUTPUT
 from heterodyne.graph.op import Op
 from heterodyne.module_outputs import Edit, OutputHook, Seen, edited, nested, recorded, result_of
+from heterodyne.runtime.same_batch import digest
+from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.worker import Worker
 
 __all__ = ["Inside", "OutputShard"]
 
 T = TypeVar("T")
+
+_TRIED = 3
+"""Samples that an edit is tried with: one of them alone, and two together."""
 
 _trainers = count()
 _AS_IT_IS = (
@@ -98,57 +104,82 @@ class Inside:
         self._handles: dict[str, Any] = {}
         self._trained: dict[str, list[Tensor]] = {}  # leaves of edits that the loss trains, by path
 
-    def matching(self, patterns: Sequence[str]) -> list[str]:
-        """Return the paths of modules, in the order of the model. Raises HeterodyneError for a pattern that matches none."""
-        found: dict[str, None] = {}
-        first = {module: name for name, module in reversed(list(self._model.named_modules(remove_duplicate=False)))}
-        named = {name: first[module] for name, module in self._model.named_modules(remove_duplicate=False) if name}
+    def matching(self, patterns: Sequence[str]) -> dict[str, str]:
+        """Return by the name that is asked for the path of each module, in the order of the model; of a module with several names the first
+        that matches. Containers, which are never called, match no ``*``.
+
+        Raises HeterodyneError for a pattern that matches none.
+        """
+        every = [(name, part) for name, part in self._model.named_modules(remove_duplicate=False) if name]
+        first: dict[nn.Module, str] = {}
+        for name, part in every:
+            first.setdefault(part, name)
+        found: dict[str, str] = {}
         for pattern in patterns:
-            matched = [path for name, path in named.items() if fnmatchcase(name, pattern)]
+            some = any(letter in pattern for letter in "*?[")
+            matched = {
+                name: first[part]
+                for name, part in every
+                if fnmatchcase(name, pattern) and not (some and _is_container(part))
+            }
             if not matched:
-                near = difflib.get_close_matches(pattern, named, n=3, cutoff=0.4)
+                near = difflib.get_close_matches(pattern, [name for name, _ in every], n=3, cutoff=0.4)
                 told = f"; the nearest are {', '.join(map(repr, near))}" if near else ""
                 raise HeterodyneError(
                     f"no module of {type(self._model).__name__} is called {pattern!r}{told}. Give the path of a module as named_modules() "
                     "has it, where * stands for anything"
                 )
-            found |= dict.fromkeys(matched)
-        return sorted(found, key=list(dict.fromkeys(named.values())).index)
+            for name, path in matched.items():
+                if not some or path not in found.values():
+                    found[name] = path
+        order = [name for name, _ in every]
+        return {name: found[name] for name in sorted(found, key=order.index)}
 
     def activations(
-        self, patterns: Sequence[str], evaluate: Callable[[], object], on: Literal["all", "rank0"] | None
+        self,
+        patterns: Sequence[str],
+        batch: Mapping[str, Tensor] | BatchSource,
+        on: Literal["all", "rank0"] | None,
     ) -> dict[str, Any]:
-        """Return by path what the modules return while ``evaluate`` runs a batch in eval mode. Collective.
+        """Return by name what the modules return for a batch in eval mode. Collective.
 
         ``on``: the ranks that are to have it, whole and on the host; None: each has its own shards.
         """
-        paths = self._agreed(lambda: self.matching(patterns))
+        names = self._agreed(lambda: self.matching(patterns))
+        of_all = self._session.communicator.all_gather_object(digest(batch))
+        if (other := next((rank for rank, own in enumerate(of_all) if own != of_all[0]), None)) is not None:
+            raise DataError(f"rank {other} gives another batch than rank 0: give the global batch on every rank")
+        paths = list(dict.fromkeys(names.values()))
         with self._looking_at(paths):
             self._worker.lowered(
                 training=True
             )  # as in other evaluations, what was captured in training runs, if it is the same
             graph = self._worker.lowered(training=False).graph
             points = self._points(paths, graph)
+            names = {name: path for name, path in names.items() if points[path] or self._require_shown(name, patterns)}
             with recorded() as seen:
-                evaluate()
-        by_key = {self._key(path): path for path in paths}
-        own = [entry for entry in seen if entry.key in by_key]
-        if on is None:
-            return {path: _shards(points[path], [e for e in own if by_key[e.key] == path]) for path in paths}
-        whole: dict[str, Any] = {}
-        for path in paths:
-            values = [self._whole(graph, point, own, on) for point in points[path]]
-            whole[path] = _outputs(points[path], values)
-        return whole if on == "all" or self._session.rank == 0 else {}
+                self._worker.evaluate(batch)
+        found: dict[str, Any] = {}
+        for path in dict.fromkeys(names.values()):
+            own = [entry for entry in seen if entry.key == self._key(path)]
+            found[path] = (
+                _shards(points[path], own)
+                if on is None
+                else _outputs(points[path], [self._whole(graph, point, own, on) for point in points[path]])
+            )
+        return {name: found[path] for name, path in names.items()} if on != "rank0" or self._session.rank == 0 else {}
 
     @contextmanager
     def edits(self, functions: Mapping[str, Edit]) -> Iterator[None]:
         """See `Distributed.edit`. Collective as it begins."""
-        of_paths = self._agreed(lambda: {path: f for name, f in functions.items() for path in self.matching([name])})
+        self._agreed(lambda: sorted(self._functions(functions)))
+        of_paths = self._functions(functions)
         with ExitStack() as stack:
             stack.enter_context(self._looking_at(list(of_paths)))
             points = self._points(list(of_paths), self._worker.lowered(training=True).graph)
-            leaves = self._agreed(lambda: {path: self._tried(points[path], f) for path, f in of_paths.items()})
+            for path in [path for path in of_paths if not points[path]]:
+                self._require_shown(path, [path])
+            leaves = self._tried(points, of_paths)
             cut_off = [
                 path for path in of_paths if leaves[path] and not all(p.op.differentiable[0] for p in points[path])
             ]
@@ -173,11 +204,14 @@ class Inside:
         def reduce(scale: float | None) -> None:
             counts = bool(leaves) and self._counts()
             for leaf, old in zip(leaves, before, strict=True):
-                own = leaf.grad if counts and leaf.grad is not None else torch.zeros_like(leaf)
-                total = own.detach().to("cpu", torch.float64) / (scale or 1.0)
+                here = counts and leaf.grad is not None
+                own = leaf.grad if here and leaf.grad is not None else torch.zeros_like(leaf)
+                total = torch.cat(
+                    [own.detach().reshape(-1).to("cpu", torch.float64), torch.tensor([float(here)]).double()]
+                )
                 self._session.communicator.control.all_reduce(total).wait()
-                new = total.to(leaf.device, leaf.dtype)
-                leaf.grad = new if old is None else old + new
+                new = (total[:-1] / (scale or 1.0)).view(leaf.shape).to(leaf.device, leaf.dtype)
+                leaf.grad = old if not total[-1] else new if old is None else old + new
 
         try:
             yield reduce
@@ -212,12 +246,14 @@ class Inside:
         return path + self._suffix
 
     def _agreed(self, do: Callable[[], T]) -> T:
-        """Return what this rank finds; raises what any rank raises, on all of them."""
+        """Return what this rank finds, as all do; raises what any rank raises, on all of them, and HeterodyneError if they find unlike
+        things.
+        """
         found: list[T] = []
 
-        def told() -> object:
+        def told() -> T:
             found.append(do())
-            return _compared(found[0])
+            return found[0]
 
         of_all = self._session.communicator.agreement.gather_or_raise(told)
         for rank, other in enumerate(of_all):
@@ -250,7 +286,7 @@ class Inside:
             self._handles[path] = self._model.get_submodule(path).register_forward_hook(hook)
 
     def _points(self, paths: Sequence[str], graph: ModelGraph) -> dict[str, list[_Point]]:
-        """Return the tensors of each module's outputs, in the order of its calls. Raises PlanError if there are none."""
+        """Return the tensors of each module's outputs, in the order of its calls. Raises PlanError for a model without a graph."""
         if graph.opaque is not None:
             raise PlanError(_AS_IT_IS.format(graph.opaque))
         by_key: dict[str, list[_Point]] = {self._key(path): [] for path in paths}
@@ -258,11 +294,6 @@ class Inside:
             key = op.argument("key") if op.kind == MODULE_OUTPUT else None
             if key in by_key:
                 by_key[str(key)].append(_Point(path=str(key).removesuffix(self._suffix), op=op, index=index))
-        for path in paths:
-            if not by_key[self._key(path)]:
-                raise PlanError(
-                    f"{path!r} returns no tensor that the loss depends on (or forward does not call it): nothing computes it under a plan"
-                )
         return {path: by_key[self._key(path)] for path in paths}
 
     def _whole(
@@ -300,62 +331,120 @@ class Inside:
             return None
         return whole[0] if point.dim is None else whole.movedim(0, point.dim).flatten(point.dim, point.dim + 1)
 
-    def _tried(self, points: Sequence[_Point], edit: Edit) -> list[Tensor]:
-        """Return the tensors that the loss trains through an edit. Raises PlanError for an edit that cannot be made under a plan."""
+    def _functions(self, functions: Mapping[str, Edit]) -> dict[str, Edit]:
+        """Return the functions by path. Raises HeterodyneError for what cannot be called."""
+        for name, function in functions.items():
+            if not callable(function):
+                raise HeterodyneError(
+                    f"the edit of {name!r} is {function!r}: give a function of what the module returns, or a module"
+                )
+        return {path: function for name, function in functions.items() for path in self.matching([name]).values()}
+
+    def _require_shown(self, name: str, patterns: Sequence[str]) -> bool:
+        """Raises PlanError for a module that was asked for by its name, and whose output nothing computes; others are left out."""
+        if name not in patterns:
+            return False
+        raise PlanError(
+            f"{name!r} returns no tensor that the loss depends on, or forward does not call it: nothing computes its output under a plan"
+        )
+
+    def _tried(self, points: Mapping[str, Sequence[_Point]], edits: Mapping[str, Edit]) -> dict[str, list[Tensor]]:
+        """Return by path the tensors that the loss trains through the edits. Collective. Raises PlanError for one that cannot be made under
+        a plan, and where it is not the same on all ranks.
+        """
+        leaves: dict[str, list[Tensor]] = {}
+
+        def told() -> dict[str, list[float]]:
+            values = {path: self._tried_one(points[path], edit) for path, edit in edits.items()}
+            leaves.update({path: own for path, (own, _) in values.items()})
+            return {
+                path: [*(float(t.detach().double().sum()) for t in own), *came] for path, (own, came) in values.items()
+            }
+
+        of_all = self._session.communicator.agreement.gather_or_raise(told)
+        for rank, other in enumerate(of_all):
+            for path, values in other.items():
+                first = of_all[0][path]
+                same = len(values) == len(first) and all(
+                    isclose(a, b, rel_tol=1e-3, abs_tol=1e-6) or (isnan(a) and isnan(b))
+                    for a, b in zip(values, first, strict=True)
+                )
+                if not same:
+                    raise PlanError(
+                        f"the edit of {path!r} is another on rank {rank} than on rank 0: it makes other numbers of the same ones, or reads "
+                        "other tensors. Every rank gives the same function"
+                    )
+        return leaves
+
+    def _tried_one(self, points: Sequence[_Point], edit: Edit) -> tuple[list[Tensor], list[float]]:
+        """Return what an edit trains, and numbers that come of it."""
         path = points[0].path
         if len({point.leaf for point in points}) > 1:
             raise PlanError(
                 f"{path!r} returns several tensors: edit the modules inside of it that make them, each by its own path"
             )
         found: dict[int, Tensor] = {}
+        numbers: list[float] = []
         for point in points:
             with torch.random.fork_rng(devices=()):
-                found |= {id(leaf): leaf for leaf in self._tried_at(point, edit)}
+                torch.manual_seed(0)
+                made, x = self._tried_at(point, edit)
+            found |= {id(leaf): leaf for leaf in _leaves(made, x)}
+            numbers += [float(made.detach().double().sum()), float(made.detach().double().abs().sum())]
         stored = {id(parameter) for parameter in self._model.parameters()}
         if any(leaf in stored for leaf in found):
             raise PlanError(
                 f"the edit of {path!r} reads parameters of the model, which other devices may hold: copy their values before "
                 "(with trainer.whole_weights() as model: ...)"
             )
-        return list(found.values())
+        return list(found.values()), numbers
 
-    def _tried_at(self, point: _Point, edit: Edit) -> list[Tensor]:
+    def _tried_at(self, point: _Point, edit: Edit) -> tuple[Tensor, Tensor]:
+        """Return what an edit makes of random numbers, and these. Raises PlanError where it does not treat samples one by one."""
         spec, dim = point.op.outputs[0], point.dim
         if dim is None and not all(size.is_constant for size in spec.shape):
             raise PlanError(
                 f"the output of {point.path!r} has no rows of its own for each sample: edited part by part, it is not what the whole "
                 "batch gives on one device. Edit a module whose output has the samples in one dim"
             )
-        shape = [int(size(2)) for size in spec.shape]
+        shape = [int(size(_TRIED)) for size in spec.shape]
         dtype = getattr(torch, spec.dtype)
-        x = torch.zeros(shape, dtype=dtype, device=self._worker.device)
-        if dtype.is_floating_point:
-            x = x.normal_().requires_grad_()
+        x = torch.zeros(shape, dtype=dtype)
+        x = (
+            (x.normal_() if dtype.is_floating_point else x)
+            .to(self._worker.device)
+            .requires_grad_(dtype.is_floating_point)
+        )
+
+        def edited_of(part: Tensor) -> Tensor:
+            return result_of(edit, part.clone(), point.form, point.leaf, point.path)
+
         try:
             with torch.enable_grad():
-                made = result_of(edit, x, point.form, point.leaf, point.path)
+                made = edited_of(x)
+                cuts = () if dim is None else (1, _TRIED - 1)
+                rows = 0 if dim is None else x.shape[dim] // _TRIED
                 parts = (
-                    []
-                    if dim is None
-                    else [result_of(edit, half, point.form, point.leaf, point.path) for half in x.chunk(2, dim)]
+                    [edited_of(part) for part in torch.split(x, [cut * rows for cut in cuts], dim or 0)] if cuts else []
                 )
         except HeterodyneError:
             raise
         except Exception as error:
-            raise PlanError(
-                f"the edit of {point.path!r} fails for a {spec.dtype} tensor of shape {shape}, as two samples have it: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        if (
-            parts
-            and dim is not None
-            and not torch.allclose(made.float(), torch.cat(parts, dim).float(), 1e-3, 1e-4, equal_nan=True)
-        ):
-            raise PlanError(
-                f"the edit of {point.path!r} makes something else of two samples together than of each alone, or of one sample twice (does "
-                "it mix samples, or draw random numbers?): devices have parts of a batch. Let it treat each sample by itself"
+            hint = (
+                ". If it reads weights of the model, copy their values before (with trainer.whole_weights() as model: ...)"
+                if "meta" in str(error)
+                else ""
             )
-        return _leaves(made, x)
+            raise PlanError(
+                f"the edit of {point.path!r} fails for a {spec.dtype} tensor of shape {shape}, as {_TRIED} samples have it: "
+                f"{type(error).__name__}: {error}{hint}"
+            ) from error
+        if parts and not torch.allclose(made.float(), torch.cat(parts, dim or 0).float(), 1e-3, 1e-4, equal_nan=True):
+            raise PlanError(
+                f"the edit of {point.path!r} makes something else of several samples together than of each alone, or of one sample twice "
+                "(does it mix samples, or draw random numbers?): devices have parts of a batch. Let it treat each sample by itself"
+            )
+        return made, x
 
 
 def _outputs(points: Sequence[_Point], values: Sequence[Any]) -> Any:
@@ -429,13 +518,6 @@ def _leaves(made: Tensor, x: Tensor) -> list[Tensor]:
     return list(found.values())
 
 
-def _compared(found: object) -> object:
-    """Return what ranks are to have alike of what they find."""
-    if isinstance(found, dict):
-        return {
-            path: [(tuple(leaf.shape), str(leaf.dtype), float(leaf.detach().double().sum())) for leaf in leaves]
-            if isinstance(leaves, list)
-            else None
-            for path, leaves in found.items()
-        }
-    return found
+def _is_container(module: nn.Module) -> bool:
+    """Return whether a module has no forward, as a ModuleList."""
+    return type(module).forward is nn.Module.forward
