@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 from results import Results, arguments
@@ -61,21 +60,18 @@ def main() -> int:
             for kind in PLANS:
                 if (name, kind) in NOT_POSSIBLE:
                     continue
-                started_s = time.perf_counter()
-                errors, why = pool.run(RANKS.get(kind, 2), looked_at, name, kind, graph, timeout_s=200.0)[0]
+                errors, why = pool.run(RANKS.get(kind, 2), looked_at, name, kind, graph, timeout_s=300.0)[0]
                 worst, refused, looked = max(worst, *errors.values()), refused + len(why), looked + len(errors)
-                seconds = time.perf_counter() - started_s
                 results.row(
                     f"{name}: {kind}",
                     modules=len(errors),
                     refused=len(why),
                     worst=max(errors.values()),
-                    seconds=seconds,
                 )
         for name in EDITED:
             losses, gradients, weights, seen = by_hand(name)
             for kind in ("1F1B",) if "frozen" in name else PLANS:
-                found = pool.run(RANKS.get(kind, 2), edited, name, kind, pool.ask(graph_of, name), timeout_s=200.0)
+                found = pool.run(RANKS.get(kind, 2), edited, name, kind, pool.ask(graph_of, name), timeout_s=300.0)
                 wrong = max(
                     max(
                         *(abs(a - b) / abs(b) for a, b in zip(own[0], losses, strict=True)),
