@@ -281,7 +281,7 @@ class _Studied:
         return self._pools.get((found.node, found.kind))
 
     def _traffic_usd(self, plan: Plan) -> float:
-        """What the traffic of a step between places costs."""
+        """Return what the traffic of a step between places costs."""
         fleet, total = self._fleet, 0.0
         for ends, size in (plan.predicted.traffic if fleet and fleet.usd_per_byte and plan.predicted else {}).items():
             a, b = (

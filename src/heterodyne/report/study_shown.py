@@ -19,7 +19,7 @@ __all__ = ["study_picture", "study_rows"]
 
 _TEXT, _LINE, _FAINT = "#1d2330", "#e3e5e9", "#a9afba"
 _MANY = 1_000_000
-"""Samples to which a price is told."""
+"""Samples of which the price is shown."""
 Value = Callable[[Cell, Figures], float | None]
 Column = tuple[str, Callable[[Cell], str]]
 
