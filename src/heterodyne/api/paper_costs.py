@@ -24,7 +24,7 @@ from heterodyne.predictor.layer_costs import predicted_layers
 from heterodyne.predictor.scaled_times import scaled_times
 from heterodyne.predictor.software import Software, framework_names, is_known, software_of
 
-__all__ = ["captured", "costs_of_job", "paper_precisions", "paper_software", "shape_of"]
+__all__ = ["captured", "costs_of_job", "paper_precisions", "paper_software", "shape_of", "with_datasheets"]
 
 
 def costs_of_job(
@@ -54,12 +54,12 @@ def costs_of_job(
             profile.require(dict.fromkeys(profile.devices, precision))
         measured = MeasuredTimes(graph=captured(job, base), profile=profile, recipe=recipe)
         known = measured.kinds
-        return lambda fleet: GraphLayers(scaled_times(measured, _with_datasheets(fleet, known=known), software))
+        return lambda fleet: GraphLayers(scaled_times(measured, with_datasheets(fleet, known=known), software))
     if shape is not None:
         model = transformer_of(shape, seq=job.data.sequence_length)
-        return lambda fleet: predicted_layers(model, _with_datasheets(fleet), precision=precision, software=software)
+        return lambda fleet: predicted_layers(model, with_datasheets(fleet), precision=precision, software=software)
     graph = captured(job, base)
-    return lambda fleet: graph_layers(graph, _with_datasheets(fleet), recipe=recipe, software=software)
+    return lambda fleet: graph_layers(graph, with_datasheets(fleet), recipe=recipe, software=software)
 
 
 def paper_software(job: Job, framework: str | None = None) -> Software:
@@ -69,7 +69,7 @@ def paper_software(job: Job, framework: str | None = None) -> Software:
     return software_of(framework) if framework is not None else replace(software_of(None), fp16=instead)
 
 
-def _with_datasheets(fleet: Fleet, *, known: Collection[str] = ()) -> Fleet:
+def with_datasheets(fleet: Fleet, *, known: Collection[str] = ()) -> Fleet:
     """Raises ClusterError for processors, which have none, unless they are ``known``."""
     bare = [pool.name for pool in fleet.pools if pool.kind == "cpu" and pool.kind not in known]
     if bare:

@@ -7,7 +7,7 @@ memory, parameters too, state and activations on hosts, blocks that keep some of
 from __future__ import annotations
 
 from heterodyne.api.offline import measured_precision
-from heterodyne.api.paper_costs import paper_precisions, paper_software
+from heterodyne.api.paper_costs import paper_precisions, paper_software, with_datasheets
 from heterodyne.cluster.fleet import Fleet
 from heterodyne.cluster.profile import Profile
 from heterodyne.cluster.spec import Cluster
@@ -30,7 +30,7 @@ def by_datasheets(job: Job, fleet: Fleet, graph: ModelGraph) -> tuple[Cluster, P
     batch, given = job.training.global_batch_size, job.parallelism.micro_batch_sizes
     profile = datasheet_profile(
         graph,
-        fleet,
+        with_datasheets(fleet),
         sizes=tuple(1 << power for power in range(batch.bit_length())) if given == "auto" else given,
         recipe=Recipe(
             optimizer=job.optimizer.name, momentum=job.optimizer.momentum, precision=paper_precisions(job, fleet)

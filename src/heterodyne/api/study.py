@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from heterodyne.api.paper_costs import captured
+from heterodyne.api.paper_costs import captured, with_datasheets
 from heterodyne.api.paper_devices import FEW_DEVICES, by_datasheets, planned_by_device
 from heterodyne.api.printing import candidate_lines, show
 from heterodyne.api.workers import command_of
@@ -22,7 +22,6 @@ from heterodyne.cluster.fleet_file import load_fleet
 from heterodyne.cluster.profile import Profile
 from heterodyne.cluster.spec import Cluster
 from heterodyne.cluster.written import cluster_to_yaml
-from heterodyne.cost.compute import compute_of, measured_rate
 from heterodyne.errors import ClusterError, HeterodyneError, InfeasibleError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Job, Strategy
@@ -153,7 +152,7 @@ class _Studied:
         )
 
     def require_devices(self) -> None:
-        """Raises ClusterError for more devices than there are, or than are searched one by one."""
+        """Raises ClusterError for more devices than there are, or than are searched one by one, and where nothing is known of them."""
         there, wanted = self._count, self.wishes.counts[-1]
         where = self.wishes.cluster_file or ("--speeds" if self.wishes.speeds else "this machine")
         if self.wishes.speeds and self._cluster is not None and len(self.wishes.speeds) != len(self._cluster.devices):
@@ -169,6 +168,9 @@ class _Studied:
                 "'heterodyne plan JOB --cluster FLEET --families' shows the best of each kind of plan"
             )
 
+        if self.origin == "datasheets" and self._fleet is not None:
+            with_datasheets(self._fleet)
+
     def cell(self, count: int, strategy: Strategy) -> Cell:
         """Raises _InterruptedError or _FailedError."""
         cell = Cell(devices=count, strategy=strategy, origin=self.origin)
@@ -183,8 +185,7 @@ class _Studied:
             planned = planned_by_device(job, few, profile, self._graph)
         except (InfeasibleError, PlanError) as error:
             return replace(cell, refused=str(error))
-        rates = [compute_of(self._graph, device.id, profile.devices[device.id]).rate() for device in few.devices]
-        cell = self._with_plan(cell, planned.plan, candidates_from(candidate_lines(result_of(planned))), few, rates)
+        cell = self._with_plan(cell, planned.plan, candidates_from(candidate_lines(result_of(planned))), few)
         own = planned.plan.predicted
         assert own is not None  # the search predicts what it finds
         figures = Figures(
@@ -214,8 +215,7 @@ class _Studied:
         held = compare(found).memory
         for directory in (run.checkpoints, run.model):  # of so few steps nobody wants the weights
             shutil.rmtree(directory, ignore_errors=True)
-        rates = [] if found.profile is None else [measured_rate(own) for own in found.profile.devices.values()]
-        cell = self._with_plan(cell, found.plan, found.candidates, found.cluster, rates)
+        cell = self._with_plan(cell, found.plan, found.candidates, found.cluster)
         sides = [
             Figures(step_s=s, samples_per_s=r, efficiency=e, memory_bytes=max(known, default=None)) if s and r else None
             for s, r, e, known in (
@@ -254,10 +254,10 @@ class _Studied:
         plan: Plan,
         candidates: tuple[Candidate, ...],
         cluster: Cluster | None,
-        rates: Sequence[float | None],
     ) -> Cell:
-        """With what is known of the plan, of the devices, and of those that take part. ``rates``: samples/s of each at its best."""
+        """With what is known of the plan, of the devices, and of those that take part."""
         assert cluster is not None
+        assert plan.predicted is not None
         pools = [self._pool(cluster, device) for device in plan.devices]
         kinds = [cluster.device(device).kind for device in plan.devices]
         prices = [None if pool is None else pool.usd_per_device_hour for pool in pools]
@@ -269,7 +269,7 @@ class _Studied:
         return replace(
             cell,
             plan=next((c.name for c in candidates if c.chosen), ""),
-            bound_samples_per_s=_sum(rates) or None,
+            bound_samples_per_s=plan.predicted.bound_samples_per_s,
             alone_samples_per_s=max(alone, default=None),
             usd_per_hour=_sum(prices),
             watts=_sum(watts),
@@ -281,7 +281,7 @@ class _Studied:
         return self._pools.get((found.node, found.kind))
 
     def _traffic_usd(self, plan: Plan) -> float:
-        """What the traffic of a step between places costs."""
+        """Return what the traffic of a step between places costs."""
         fleet, total = self._fleet, 0.0
         for ends, size in (plan.predicted.traffic if fleet and fleet.usd_per_byte and plan.predicted else {}).items():
             a, b = (

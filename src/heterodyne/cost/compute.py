@@ -23,7 +23,7 @@ from heterodyne.errors import MeasureError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.graph.size import Size
 
-__all__ = ["Compute", "Direction", "Pass", "compute_of", "measured_rate"]
+__all__ = ["Compute", "Direction", "Pass", "compute_of"]
 
 _NO_TIME = 1e-12  # seconds; no clock tells less
 
@@ -162,13 +162,6 @@ def compute_of(graph: ModelGraph, device: str, profile: DeviceProfile) -> Comput
         halves=_halves(graph, profile),
         _split=BackwardSplit(graph),
     )
-
-
-def measured_rate(profile: DeviceProfile) -> float | None:
-    """Return the `Compute.rate` of a device without the graph of the model; None if the whole model was not measured on it."""
-    seconds = {s.micro_batch_size: s.forward_s + s.backward_s for s in profile.blocks.get(WHOLE, ())}
-    rates = [size / own / profile.calibration for size, own in seconds.items() if own > _NO_TIME]
-    return max(rates, default=None)
 
 
 def _halves(graph: ModelGraph, profile: DeviceProfile) -> dict[str, tuple[Curve, Curve, Curve]]:

@@ -217,7 +217,8 @@ class Prediction(PlanPart):
     """What the planner expects of one step. None: not known.
 
     Args:
-        efficiency: samples/s over the sum of what the devices reach alone, computing without communicating.
+        efficiency: samples/s over the sum of what the devices reach alone, computing without communicating, each its own share.
+        bound_samples_per_s: what all devices of the cluster reach alone, together, in micro-batches that suit each best.
         memory_bytes: the peak of each device; of a plan that names kinds, that of the fullest device and the largest one.
         memory_share: how full the fullest device is, 0 to 1.
         pipelines_s, sync_s, update_s: the parts of ``step_s``: the longest pipeline, exposed seconds of the exchange of gradients and
@@ -229,6 +230,7 @@ class Prediction(PlanPart):
     step_s: float
     samples_per_s: float
     efficiency: float | None = None
+    bound_samples_per_s: float | None = None
     memory_bytes: dict[str, int]
     memory_share: float | None = None
     pipelines_s: float | None = None

@@ -130,7 +130,7 @@ class Study:
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise FileError(
-                f"cannot be gone on with ({why}): name another file with --out, or remove this one to begin anew",
+                f"cannot be gone on with ({why}): name another file with --out, or remove this one to begin again",
                 path=str(path),
             ) from error
 
@@ -151,7 +151,7 @@ class Study:
         ):
             if there and there != here:
                 raise FileError(
-                    f"this study is of another {what}: name another file with --out, or remove this one to begin anew",
+                    f"this study is of another {what}: name another file with --out, or remove this one to begin again",
                     path=str(path),
                 )
         return replace(

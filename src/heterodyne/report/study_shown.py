@@ -12,14 +12,14 @@ from matplotlib.lines import Line2D
 from heterodyne.report.palette import LIGHT, SERIES
 from heterodyne.report.rows import Rows, columns
 from heterodyne.report.study import KINDS, Cell, Figures, Seen, Study
-from heterodyne.report.words import DASH, byte_size, change, digits, efficiency_text, ratio, seconds
+from heterodyne.report.words import DASH, byte_size, change, digits, efficiency_text, ratio, seconds, unsteady
 from heterodyne.units import counted
 
 __all__ = ["study_picture", "study_rows"]
 
 _TEXT, _LINE, _FAINT = "#1d2330", "#e3e5e9", "#a9afba"
 _MANY = 1_000_000
-"""Samples to which a price is told."""
+"""Samples of which the price is shown."""
 Value = Callable[[Cell, Figures], float | None]
 Column = tuple[str, Callable[[Cell], str]]
 
@@ -44,7 +44,6 @@ def study_rows(study: Study) -> Rows:
         (">efficiency", of(efficiency_text, lambda _, own: own.efficiency)),
         (">of the ideal", of(efficiency_text, Cell.of_ideal)),
         (">fullest device", of(byte_size, lambda _, own: own.memory_bytes)),
-        (">usd/step", of(digits, Cell.usd)),
         (">usd/1M samples", of(digits, lambda cell, own: _times(_MANY / study.batch, cell.usd(own)))),
         (">J/step", of(digits, Cell.joules)),
         ("plan", lambda cell: f"none: {_in_a_line(cell.refused)}" if cell.refused else cell.plan),
@@ -94,7 +93,7 @@ def study_picture(study: Study, path: Path) -> Path:
         (
             "Efficiency",
             "% of what all devices reach, each for itself",
-            lambda cell, own: _times(100, cell.of_ideal(own)),
+            lambda cell, own: _steady(cell.of_ideal(own)),
         ),
         ("Cost", "usd for a million samples", lambda cell, own: _times(_MANY / study.batch, cell.usd(own))),
         ("Energy", "J a sample", lambda cell, own: _times(1 / study.batch, cell.joules(own))),
@@ -174,6 +173,11 @@ def _legend(study: Study) -> Sequence[Line2D]:
 
 def _smallest_first(study: Study) -> list[Cell]:
     return sorted(study.cells, key=lambda cell: cell.devices)
+
+
+def _steady(efficiency: float | None) -> float | None:
+    """Return percents; None where devices were slower while they were measured than in the run."""
+    return None if efficiency is None or unsteady(efficiency) else 100 * efficiency
 
 
 def _times(factor: float, value: float | None) -> float | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import isfinite
 
 from heterodyne.cluster.profile import Profile
 from heterodyne.cluster.spec import Cluster
@@ -161,7 +162,11 @@ def _planned(families: Families, chosen: Candidate, candidates: Sequence[Candida
     assert chosen.plan is not None  # only such are chosen
     assert chosen.simulation is not None
     model, runs, simulation = families.model, families.runs, chosen.simulation
-    final = chosen.plan.model_copy(update={"reason": reason(chosen, candidates, families.strategy)})
+    assert chosen.plan.predicted is not None  # every plan that was simulated is
+    bound = sum(model.compute[device.id].rate() for device in model.cluster.devices)
+    known = chosen.plan.predicted.model_copy(update={"bound_samples_per_s": bound if isfinite(bound) else None})
+    why = reason(chosen, candidates, families.strategy)
+    final = chosen.plan.model_copy(update={"reason": why, "predicted": known})
     chosen = replace(chosen, plan=final)
     return Planned(
         plan=final,
