@@ -150,6 +150,7 @@ class Speaker:
         head = {
             "what": "join",
             "site": self._sync.site,
+            "visit": self._visit,
             "terms": self._terms,
             "number": number,
             "versions": self._versions,
@@ -239,6 +240,7 @@ class Speaker:
         """Return what `load_state_dict` takes."""
         return {
             "given": list(self.given),
+            "visit": self._visit,
             "versions": list(self._versions),
             "left_out": list(self._left_out),
             "counted": self._counted,
@@ -247,7 +249,7 @@ class Speaker:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
-        self.given, self._versions = list(state["given"]), list(state["versions"])
+        self.given, self._visit, self._versions = list(state["given"]), str(state["visit"]), list(state["versions"])
         self._left_out, self._counted = list(state["left_out"]), float(state["counted"])
         self._merged = list(state["merged"])
 
