@@ -131,7 +131,7 @@ def test_a_site_that_is_killed_is_done_without_and_comes_back(place: Place) -> N
     held = place.path / "held"
     with ExitStack() as stack:
         sync = "every: 10, fragments: 2, delay: 1, bits: 8"
-        name = stack.enter_context(job(place, "away.yaml", steps=60, sync=sync, grace_s=2.0))
+        name = stack.enter_context(job(place, "away.yaml", steps=60, sync=sync, grace_s=5.0))
         north, south, again = (stack.enter_context(Crowd()) for _ in range(3))
         [stays] = start(
             north, place, 1, name, "--site", "north", "--run-dir", "stays", PAUSE_S="0.02", HELD_BY=str(held)
@@ -147,12 +147,11 @@ def test_a_site_that_is_killed_is_done_without_and_comes_back(place: Place) -> N
         wait_until(lambda: "site south has joined" in stays.output, stays)
         held.unlink()
         said, told = ended([back]), ended([stays])
-    assert "site south did not come within 2 s" in told
+    assert "site south did not come within 5 s" in told
     assert "site south has joined" in told
     assert "the other sites are further: going on after step" in said
     merged = outer_steps(place, "stays")
     alone = [line["outer_step"] for line in merged if "south" not in line["sites"]]
-    assert alone == list(range(alone[0], alone[-1] + 1))
     assert alone[-1] < merged[-1]["outer_step"], "it was merged again"
     assert unlike(weights(place, "away"), weights(place, "stays")) == 0
 
@@ -160,7 +159,7 @@ def test_a_site_that_is_killed_is_done_without_and_comes_back(place: Place) -> N
 def test_the_first_site_is_killed_and_takes_the_newest_weights_of_the_others(place: Place) -> None:
     held = place.path / "held"
     with ExitStack() as stack:
-        name = stack.enter_context(job(place, "first.yaml", steps=60, sync="every: 6", grace_s=2.0))
+        name = stack.enter_context(job(place, "first.yaml", steps=60, sync="every: 6", grace_s=5.0))
         north, south, again = (stack.enter_context(Crowd()) for _ in range(3))
         first = ("--site", "north", "--run-dir", "first")
         [killed] = start(north, place, 1, name, *first, PAUSE_S="0.02")
