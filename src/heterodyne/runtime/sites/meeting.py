@@ -279,8 +279,12 @@ class Meeting:
         if self._sync.bits < 32:
             update = packed(exact - of.told, self._sync.bits)
             told = of.told + unpacked(update, exact.numel(), self._sync.bits)
-        took_part = {name: sum(each.weight for each in pool if each.site == name) for name in self._members}
-        self._done[fragment] = {name: weight for name, weight in took_part.items() if weight}, update
+        took_part = {
+            name: sum(each.weight for each in pool if each.site == name)
+            for name in self._members
+            if any(each.site == name for each in pool)
+        }
+        self._done[fragment] = took_part, update
         self._global[fragment] = _Global(exact, told, momentum, self._number + 1)
         for name, member in self._members.items():
             if name in self._came:

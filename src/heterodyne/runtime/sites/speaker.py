@@ -72,6 +72,8 @@ class Over:
                 self.sent += await write_message(writer, message, key, "site")
                 answer, received = await read_message(reader, key, "meeting", within_s=within_s + STALLED_S)
             except SecretError as error:
+                if self.received:  # it was the same secret before: the meeting has ended in the middle of this
+                    raise ConnectionError(str(error)) from error
                 host, port = self._address
                 raise WorkerError(
                     f"the meeting of the sites at {host}:{port}: {error}. Set {SECRET_VARIABLE} to the same long random text at all sites "
