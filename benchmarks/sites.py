@@ -64,7 +64,7 @@ class Size:
     synchronous: int
 
 
-FULL = Size(width=128, layers=4, steps=240, every=15, synchronous=20)
+FULL = Size(width=64, layers=3, steps=300, every=15, synchronous=20)
 QUICK = Size(width=64, layers=2, steps=60, every=15, synchronous=8)
 
 

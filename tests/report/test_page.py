@@ -215,3 +215,27 @@ def test_many_ranks_stay_one_page(tmp_path: Path) -> None:
     cards = [a for a in page.of("article") if a.get("class") == "card"]
     assert len(cards) == 3  # 64 devices of three unlike shares
     assert path.stat().st_size < 4 * 2**20
+
+
+def test_a_run_with_other_sites_says_that_it_is_inexact_and_what_they_cost(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "site", steps=20)
+    sync = "  sync: {sites: outer, shares: {north: 40, south: 24}, at: 'a:1', site: south, every: 10}\n"
+    (run / "job.yaml").write_text((run / "job.yaml").read_text() + sync)
+    outer = {"fragment": 0, "sent_bytes": 1 << 20, "received_bytes": 1 << 20, "wait_s": 0.5}
+    with (run / "metrics.jsonl").open("a") as file:
+        for number, sites in ((1, "north 62.5%, south 37.5%"), (2, "north 100.0%")):
+            line = {"step": 10 * number, "outer_step": number, "sites": sites, "time_s": 60.0 * number, **outer}
+            file.write(json.dumps(line) + "\n")
+    read = load_run(run)
+    assert read.job is not None
+    assert read.job.training.global_batch_size == 24, "that of its site"
+    assert len(read.metrics.steps) == 20
+    text = " ".join(Page(write_report(run).read_text(encoding="utf-8")).texts)
+    for told in (
+        "site south of 2: inexact, as asked for",
+        "site south takes over an outer average of 2 sites every 10 steps",
+        "2 MiB an outer step, 2.81 GiB a day; 500 ms of waiting in each",
+        "2 of 2",
+        "1 of 2",
+    ):
+        assert told in " ".join(text.split()), told

@@ -96,6 +96,21 @@ def test_masters_keep_their_bits_unless_the_user_changes_the_weight() -> None:
     masters.close()
 
 
+def test_a_master_takes_values_that_the_weight_cannot_hold() -> None:
+    """Of a range of a weight, too: what comes from elsewhere in fp32 is not rounded on its way to what is updated."""
+    weight = nn.Parameter(torch.ones(4, 2, dtype=torch.bfloat16))
+    for ranges, own in (({}, slice(0, 8)), ({"weight": (2, 5)}, slice(2, 5))):
+        masters = MasterWeights({"weight": weight}, ranges)
+        with torch.no_grad(), masters.lent():
+            value = 1 + torch.arange(8.0).view(4, 2) / 1000
+            weight.copy_(value)
+            masters.take({"weight": value, "another": value})
+        assert torch.equal(masters.updated["weight"].reshape(-1), value.reshape(-1)[own])
+        masters.step(torch.optim.SGD(masters.updated.values(), lr=1.0))
+        assert torch.equal(masters.updated["weight"].reshape(-1), value.reshape(-1)[own]), "nobody has changed it since"
+        masters.close()
+
+
 def test_a_master_that_is_moved_outside_of_a_step_is_given_to_the_model() -> None:
     parameters = {"a": nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.bfloat16))}
     masters = MasterWeights(parameters)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from heterodyne.errors import NumericsError, WorkerError
+from heterodyne.processes.port import reserve_port
 from heterodyne.runtime.sites.fragments import fragments_of
 from heterodyne.runtime.sites.meeting import Meeting
 from heterodyne.runtime.sites.packing import packed, unpacked
-from heterodyne.runtime.sites.speaker import AtHome, Joined, Merged, Speaker
+from heterodyne.runtime.sites.server import MeetingServer
+from heterodyne.runtime.sites.speaker import AtHome, Joined, Merged, Over, Speaker
 from heterodyne.sync_section import OuterSteps, SyncSection
 
 WEIGHTS = (torch.arange(4.0), torch.ones(2))
@@ -187,6 +190,70 @@ def test_weights_that_are_not_finite_are_not_brought() -> None:
     group.join("a", "b")
     with pytest.raises(NumericsError, match="are not finite"):
         group.speakers["a"].begin(0, 0, torch.full((4,), math.nan))
+
+
+SECRET = b"what both sites know of this test"
+
+
+def opened(group: Group, port: int, said: Callable[[str], None] = lambda _: None) -> MeetingServer:
+    return MeetingServer(group.meeting, ("127.0.0.1", port), secret=SECRET, say=said)
+
+
+def test_over_a_connection_it_is_the_same_and_a_cut_one_costs_nothing_that_was_earned() -> None:
+    group = Group(**PLAIN, grace_s=0.2)
+    with reserve_port() as port:
+        way = Over(("127.0.0.1", port), secret=SECRET, place=1)
+    group.speakers["b"].way = way
+    with closing(opened(group, port)) as server:
+        group.join("a", "b")
+        row = WEIGHTS[0] - 1
+        assert group.step(0, {"a": (10, row), "b": (10, row)}) == [Merged(0, {"a": 10, "b": 10})] * 2
+        assert torch.equal(group.speakers["b"].given[0], row)
+    assert way.sent == server.came
+    assert way.received == server.went
+    kept = group.meeting.state_dict()
+    [cut] = group.step(1, {"b": (5, WEIGHTS[1] + 1)})
+    assert isinstance(cut, OSError)
+    assert any("is not reached" in line and "trains on alone" in line for line in group.said)
+    group.meeting = group.made()  # the first site is back from its checkpoint
+    group.meeting.load_state_dict(kept)
+    group.speakers["a"].way = AtHome(group.meeting)
+    with closing(opened(group, port)):
+        [again] = group.step(2, {"b": (5, row - 1)})
+        assert again is None
+        now = {"a": [row, WEIGHTS[1]], "b": [row - 1, WEIGHTS[1] + 1]}
+        group.together(*(lambda name=name: group.speakers[name].join(2, now[name]) for name in now))
+        came = group.step(2, {"a": (10, row), "b": (0, row - 1)})
+        assert came == [Merged(2, {"a": 10, "b": 10})] * 2, "of all that b has counted since"
+        assert torch.allclose(group.speakers["b"].given[0], row - 0.5)
+
+
+def test_who_has_another_secret_is_told_so_and_named() -> None:
+    group = Group(**PLAIN)
+    strangers: list[str] = []
+    with reserve_port() as port:
+        group.speakers["b"].way = Over(("127.0.0.1", port), secret=b"another one", place=1)
+    with (
+        closing(opened(group, port, strangers.append)),
+        pytest.raises(WorkerError, match=r"Set HETERODYNE_RUN_SECRET to the same"),
+    ):
+        group.speakers["b"].join(0, WEIGHTS)
+    assert strangers == [
+        "a connection from 127.0.0.1 did not show the secret of this run, and was closed; so will others be"
+    ]
+
+
+def test_a_port_that_is_taken_and_a_meeting_that_nobody_holds_are_told() -> None:
+    group = Group(**PLAIN, start_s=0.1)
+    with reserve_port() as port:
+        group.speakers["b"].way = Over(("127.0.0.1", port), secret=SECRET, place=1)
+    with pytest.raises(WorkerError, match=r"found nobody at training.sync.at a:1 within 0.1 s .*: start site a there"):
+        group.speakers["b"].join_at_last(0, WEIGHTS)
+    with (
+        closing(opened(group, port)),
+        pytest.raises(WorkerError, match=r"cannot meet at 127.0.0.1:\d+ .*: is another program at that port"),
+    ):
+        opened(group, port)
 
 
 @given(sizes=st.lists(st.integers(1, 50), min_size=1, max_size=20), count=st.integers(1, 6))

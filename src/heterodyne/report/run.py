@@ -329,10 +329,11 @@ def _line(text: str) -> Mapping[str, Any]:
 
 def _outer(fields: Mapping[str, Any]) -> OuterMetrics | None:
     number, sites = fields.get("outer_step"), fields.get("sites")
-    numbers = [fields.get(name) for name in ("sent_bytes", "received_bytes", "wait_s", "time_s")]
-    if not isinstance(number, int) or not isinstance(sites, str) or not all(map(_is_number, numbers)):
+    told = [fields.get(name) for name in ("sent_bytes", "received_bytes", "wait_s", "time_s")]
+    numbers = [float(each) for each in told if _is_number(each)]
+    if not isinstance(number, int) or not isinstance(sites, str) or len(numbers) < len(told):
         return None
-    sent, received, wait_s, time_s = map(float, numbers)
+    sent, received, wait_s, time_s = numbers
     names = tuple(part.split()[0] for part in sites.split(",") if part.strip())
     return OuterMetrics(number=number, sites=names, bytes=sent + received, wait_s=wait_s, time_s=time_s)
 

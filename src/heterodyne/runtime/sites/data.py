@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,11 @@ class _Part:
     def digest(self) -> str | None:
         said: str | None = getattr(self.whole, "digest", None)
         return said
+
+    @property
+    def number_of(self) -> Callable[[int], int] | None:
+        found: Callable[[int], int] | None = getattr(self.whole, "number_of", None)
+        return None if found is None else lambda place: found(self.first + place)
 
     def samples(self, first: int, count: int) -> Mapping[str, Tensor]:
         if first < 0 or count < 0 or first + count > self.size:

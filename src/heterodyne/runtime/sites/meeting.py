@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import gt
 from typing import Any
 
 import torch
@@ -30,10 +31,13 @@ class ClosedError(ConnectionError):
 
 @dataclass(frozen=True)
 class _Earned:
-    """What a site brings: its pseudo-gradient from a version of a fragment on, and what its losses have counted since."""
+    """What a site brings: its pseudo-gradient from a version of a fragment on, and what its losses have counted since. ``visit``: see
+    `_Member`; what is brought once more from the same version in the same visit has all that was brought before.
+    """
 
     site: str
     version: int
+    visit: str
     weight: float
     gradient: Tensor
 
@@ -57,7 +61,9 @@ class _Global:
 
 @dataclass
 class _Member:
-    """A site. ``visit``: which of its processes counts; ``had``: the version of each fragment that it was given last."""
+    """A site. ``visit``: of its joining, which begins a new count of what it earns; ``had``: the version of each fragment that it was given
+    last.
+    """
 
     visit: str = ""
     there: bool = False
@@ -130,18 +136,9 @@ class Meeting:
         with self._changed:
             return {
                 "number": self._number,
-                "had": {name: list(member.had) for name, member in self._members.items()},
-                "global": [
-                    {"exact": each.exact, "told": each.told, "momentum": each.momentum, "version": each.version}
-                    for each in self._global
-                ],
-                "earned": [
-                    [
-                        {"site": each.site, "version": each.version, "weight": each.weight, "gradient": each.gradient}
-                        for each in pool
-                    ]
-                    for pool in self._pools
-                ],
+                "members": {name: {"visit": m.visit, "had": list(m.had)} for name, m in self._members.items()},
+                "global": [dict(vars(each)) for each in self._global],
+                "earned": [[dict(vars(each)) for each in pool] for pool in self._pools],
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -150,8 +147,8 @@ class Meeting:
             self._number = int(state["number"])
             self._global = [_Global(**each) for each in state["global"]]
             self._pools = [[_Earned(**each) for each in pool] for pool in state["earned"]]
-            for name, had in state["had"].items():
-                self._members[name].had = list(had)
+            for name, member in state["members"].items():
+                self._members[name] = _Member(visit=member["visit"], had=list(member["had"]))
 
     def _refused(self, head: Mapping[str, Any]) -> str | None:
         """Return why this site cannot take part, in words; None if it can."""
@@ -159,7 +156,7 @@ class Meeting:
         if site not in self._members:
             return f"there is no site {site!r}: training.sync.shares of site {self._sync.keeper} has {', '.join(self._members)}"
         if head["what"] != "join":
-            if self._members[site].visit not in ("", head["visit"]):
+            if self._members[site].there and self._members[site].visit != head["visit"]:
                 return f"another process has joined as site {site} since: end one of them, or give each its own --site"
             return None
         unlike = [name for name, value in self._terms.items() if head["terms"].get(name) != value]
@@ -184,9 +181,11 @@ class Meeting:
             told = unpacked(row, self._global[fragment].told.numel(), 32)
             if version > self._global[fragment].version:
                 self._global[fragment] = replace(self._global[fragment], exact=told, told=told, version=version)
-            member.had[fragment] = version
+        if any(map(gt, head["versions"], member.had)):
+            # The site knows of later versions than are remembered here to have been given to it.
+            member.had, member.visit = list(map(max, head["versions"], member.had)), head["visit"]
         for fragment in head["earned"]:  # in the order of the rows
-            self._take(head["site"], fragment, head["versions"][fragment], head["weights"][fragment], next(rows))
+            self._take(head, fragment, head["versions"][fragment], head["weights"][fragment], next(rows))
         member.visit = visit = secrets.token_hex(8)
         if head["number"] > self._number:
             self._go_on_to(head["number"])
@@ -223,7 +222,7 @@ class Meeting:
             return Message({"behind": True})
         if number > self._number:
             self._go_on_to(number)
-        self._take(site, fragment, head["version"], head["weight"], message.rows[0])
+        self._take(head, fragment, head["version"], head["weight"], message.rows[0])
         self._came[site] = head["weight"]
         self._first_s = self._first_s or time.monotonic()
         self._changed.notify_all()
@@ -242,17 +241,19 @@ class Meeting:
         row = packed(self._global[fragment].told, 32) if whole else update
         return Message({"number": number, "whole": whole, "weights": took_part}, [row])
 
-    def _take(self, site: str, fragment: int, version: int, weight: float, row: bytes) -> None:
-        """Put what a site has earned into the next outer step of a fragment, in the place of what it has brought from there before."""
-        if version != self._members[site].had[fragment]:
+    def _take(self, head: Mapping[str, Any], fragment: int, version: int, weight: float, row: bytes) -> None:
+        """Put what a site has earned into the next outer step of a fragment, unless the global weights have a part of it already."""
+        member, source = self._members[head["site"]], (head["site"], version, head["visit"])
+        others = [each for each in self._pools[fragment] if (each.site, each.version, each.visit) != source]
+        known = (version, head["visit"]) == (member.had[fragment], member.visit)
+        if not known and len(others) == len(self._pools[fragment]):
             self._say(
-                f"site {site} comes with work on older global weights than it was given last, of which they have a part already: it is "
-                "left out"
+                f"site {head['site']} comes with work on older global weights than it was given last, of which they have a part already: "
+                "it is left out"
             )
             return
         gradient = unpacked(row, self._global[fragment].told.numel(), self._sync.bits)
-        others = [each for each in self._pools[fragment] if (each.site, each.version) != (site, version)]
-        self._pools[fragment] = [*others, _Earned(site, version, weight, gradient)]
+        self._pools[fragment] = [*others, _Earned(*source, weight, gradient)]
 
     def _go_on_to(self, number: int) -> None:
         if self._came:
@@ -278,8 +279,12 @@ class Meeting:
         if self._sync.bits < 32:
             update = packed(exact - of.told, self._sync.bits)
             told = of.told + unpacked(update, exact.numel(), self._sync.bits)
-        took_part = {name: sum(each.weight for each in pool if each.site == name) for name in self._members}
-        self._done[fragment] = {name: weight for name, weight in took_part.items() if weight}, update
+        took_part = {
+            name: sum(each.weight for each in pool if each.site == name)
+            for name in self._members
+            if any(each.site == name for each in pool)
+        }
+        self._done[fragment] = took_part, update
         self._global[fragment] = _Global(exact, told, momentum, self._number + 1)
         for name, member in self._members.items():
             if name in self._came:

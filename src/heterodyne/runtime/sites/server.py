@@ -43,7 +43,7 @@ class MeetingServer(Listener):
         self._threads = ThreadPoolExecutor(_MOST, "heterodyne-meeting")
         host, port = address
         try:
-            bound = listening_socket(host, port, one_machine=True, say=lambda _: None)
+            bound = listening_socket(host, port, one_machine=False, say=lambda _: None)
             bound = bound or socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
         except OSError as error:
             raise WorkerError(

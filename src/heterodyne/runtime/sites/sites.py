@@ -23,7 +23,7 @@ from heterodyne.runtime.sites.speaker import AtHome, Joined, Merged, Over, Speak
 from heterodyne.runtime.step_result import StepResult
 from heterodyne.runtime.weights.trainable import trainable_parameters
 from heterodyne.runtime.worker import Worker
-from heterodyne.sync_section import SyncSection
+from heterodyne.sync_section import OF_ANY_RUN, SyncSection
 
 __all__ = ["Sites", "require_apart"]
 
@@ -94,7 +94,7 @@ class Sites:
             **{
                 f"training.sync.{name}": value
                 for name, value in sync.model_dump(mode="json").items()
-                if name not in ("site", "at", "grace_s", "start_s")
+                if name not in ("site", *OF_ANY_RUN)
             },
         }
         self._number = 0  # of the outer step that comes next
@@ -121,11 +121,13 @@ class Sites:
             for number in range(self._steps.count + 1)
             if number == self._steps.count or self._steps.due(number) > self._worker.steps_done
         )
-        self._join(first=True)
+        if self._number < self._steps.count:
+            self._join(first=True)
 
     def after(self, result: StepResult) -> None:
         """Do what is due after a step."""
-        self._results.append(result)
+        if self._ranks.rank == 0:
+            self._results.append(result)
         done = self._worker.steps_done
         if self._due is not None and done >= min(self._due, self._steps.steps):
             self._end()
@@ -283,12 +285,11 @@ class Sites:
 
     def _note(self, merged: Merged, fragment: int, wait_s: float) -> None:
         if self._speaker is None:
-            self._results.clear()
             return
         way = self._speaker.way
         sent, received = (way.sent, way.received) if self._server is None else (self._server.went, self._server.came)
         before, self._traffic = self._traffic, (sent, received)
-        total = sum(merged.weights.values())
+        total = sum(merged.weights.values()) or 1.0  # nothing was trained since, at the end
         self._noted.append(
             OuterStep(
                 step=self._worker.steps_done,

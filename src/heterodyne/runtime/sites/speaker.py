@@ -72,6 +72,8 @@ class Over:
                 self.sent += await write_message(writer, message, key, "site")
                 answer, received = await read_message(reader, key, "meeting", within_s=within_s + STALLED_S)
             except SecretError as error:
+                if self.received:  # it was the same secret before: the meeting has ended in the middle of this
+                    raise ConnectionError(str(error)) from error
                 host, port = self._address
                 raise WorkerError(
                     f"the meeting of the sites at {host}:{port}: {error}. Set {SECRET_VARIABLE} to the same long random text at all sites "
@@ -150,6 +152,7 @@ class Speaker:
         head = {
             "what": "join",
             "site": self._sync.site,
+            "visit": self._visit,
             "terms": self._terms,
             "number": number,
             "versions": self._versions,
@@ -239,6 +242,7 @@ class Speaker:
         """Return what `load_state_dict` takes."""
         return {
             "given": list(self.given),
+            "visit": self._visit,
             "versions": list(self._versions),
             "left_out": list(self._left_out),
             "counted": self._counted,
@@ -247,7 +251,7 @@ class Speaker:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
-        self.given, self._versions = list(state["given"]), list(state["versions"])
+        self.given, self._visit, self._versions = list(state["given"]), str(state["visit"]), list(state["versions"])
         self._left_out, self._counted = list(state["left_out"]), float(state["counted"])
         self._merged = list(state["merged"])
 
