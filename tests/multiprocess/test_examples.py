@@ -81,6 +81,7 @@ SMALL = ("--width", "16", "--layers", "1", "--steps", "6")
             ),
             "weights split",
         ),
+        (on_two, ("experts_apart.py", *SMALL), "model.layers.0.mlp.experts"),
         (on_two, ("long_context.py", "--length", "96", *SMALL), "sequences split"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
