@@ -60,6 +60,7 @@ BENCHMARKS = (
     "large_head_simulated",
     "overlap",
     "moe",
+    "disaggregated_experts",
     "families",
     "lives",
     "convergence",

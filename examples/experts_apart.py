@@ -1,7 +1,7 @@
 """Attention on some workers, experts on another one: a Hugging Face Mixtral as it is, under a plan of one's own.
 
-A model with mixtures of experts is cut in blocks before and behind each of them, so a plan can put the experts elsewhere. All experts are on
-the last worker here; what is between them, and half of the samples, on each of the others. The loss balances the experts, over the
+A model with mixtures of experts is cut in blocks before and behind each of them, so a plan can put the experts elsewhere. All experts are
+on the last worker here; what is between them, for half of the samples, on each of the others. The loss balances the experts, over the
 whole batch. `strategy: auto` weighs such plans too, with who does what found by measuring.
 
     python examples/experts_apart.py [--layers 2] [--steps 10]
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+from itertools import pairwise
 
 import torch
 from python_text import sequences
@@ -30,7 +31,7 @@ def experts_apart(layers: int, batch: int, micro_batches: int) -> hd.Plan:
     groups = [Group(kind="cpu", devices=devices, place=place) for place, devices in enumerate((world_size() - 1, 1))]
     stages = tuple(
         Stage(blocks=blocks, group=group, regions=(Region(layout=Layout(shares=(1,) * group.devices)),))
-        for blocks, group in zip(zip(borders, borders[1:], strict=False), groups * (layers + 1), strict=False)
+        for blocks, group in zip(pairwise(borders), groups * (layers + 1), strict=False)
     )
     pipeline = Pipeline(micro_batches=f"{micro_batches}x{batch // micro_batches}", stages=stages)
     return hd.Plan(global_batch_size=batch, schedule="GPipe", pipelines=(pipeline,))

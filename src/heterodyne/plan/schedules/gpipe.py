@@ -19,8 +19,10 @@ def stage_by_stage(place_of_stage: Sequence[int], micro_batches: int, *, turn: b
     indices, last = range(micro_batches), len(place_of_stage) - 1
     rows: list[list[Action]] = [[] for _ in set(place_of_stage)]
     for stage, place in enumerate(place_of_stage):
-        kinds = ("F", "B") if turn and stage == last else ("F",)
-        rows[place] += (Action(stage, kind, index) for index in indices for kind in kinds)
+        for index in indices:
+            rows[place].append(Action(stage, "F", index))
+            if turn and stage == last:
+                rows[place].append(Action(stage, "B", index))
     for stage in reversed(range(last if turn else last + 1)):
         rows[place_of_stage[stage]] += (Action(stage, "B", index) for index in indices)
     return tuple(map(tuple, rows))
