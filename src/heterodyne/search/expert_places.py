@@ -239,11 +239,12 @@ class ExpertPlaces:
         experts = graph.stored[names[-1]].shape[0]
         layer, rest = max(self._mixture_bytes), graph.parameter_bytes - sum(self._mixture_bytes)
         of_layer, of_one, of_rest = (format_bytes(int(held * size)) for size in (layer, layer / experts, rest))
-        largest = max((device.id for device in self._model.cluster.devices), key=self._room)
+        ranked = sorted((device.id for device in self._model.cluster.devices), key=self._room)
+        ends = (f"{format_bytes(self._room(device))} on {device}" for device in dict.fromkeys((ranked[0], ranked[-1])))
         return (
             f"with gradients and the optimizer's state the experts of a layer take {of_layer}, one of them {of_one}, and all else "
-            f"{of_rest}; {largest}, which has most room beside the framework, has {format_bytes(self._room(largest))}: give the places "
-            "more memory, or take an optimizer with less state"
+            f"{of_rest}, and beside the framework there is room for {' to '.join(ends)}: give the experts' place more memory, or take an "
+            "optimizer with less state"
         )
 
     @property
