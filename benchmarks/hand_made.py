@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -140,12 +140,20 @@ class Rig:
 
     @classmethod
     def of(
-        cls, session: Session, model: nn.Module, batch: Mapping[str, Tensor], sizes: tuple[int, ...], budget_s: float
+        cls,
+        session: Session,
+        model: nn.Module,
+        batch: Mapping[str, Tensor],
+        sizes: tuple[int, ...],
+        budget_s: float,
+        *,
+        captured_then: Callable[[], object] = lambda: None,
     ) -> Rig:
-        """Capture and measure; ``sizes``: of micro-batches. Collective."""
+        """Capture and measure; ``sizes``: of micro-batches; ``captured_then``: is done in between. Collective."""
         from heterodyne.api.measuring import measure_everywhere
 
         captured, whole, settings = _captured(session, model, batch, sizes, "pipeline", budget_s)
+        captured_then()
         profile = measure_everywhere(session, captured, whole, settings, fresh=True)
         return cls(session=session, captured=captured, whole=whole, profile=profile, settings=settings)
 

@@ -17,19 +17,21 @@ from matplotlib.patches import Patch
 
 from heterodyne.errors import HeterodyneError
 from heterodyne.report.line_chart import smoothed
-from heterodyne.report.palette import LIGHT, STAGE_COLOURS, event_key, has_stages
+from heterodyne.report.palette import LIGHT, STAGE_COLOURS, event_key, has_stages, kind_key
 from heterodyne.report.run import Metrics, Run
 from heterodyne.report.sections.timelines import legend
-from heterodyne.report.step_times import typical
+from heterodyne.report.step_times import in_order, typical
+from heterodyne.report.words import kind_name
 from heterodyne.timeline import Event, Timeline
 from heterodyne.units import format_seconds
 
-__all__ = ["RatioBar", "ratio_picture", "run_picture"]
+__all__ = ["RatioBar", "ratio_picture", "run_picture", "step_picture"]
 
 _COMM = {
     "SEND": (0.2, 0.1),
     "RECV": (0.3, 0.1),
 }  # they overlap in time, so each has half of the lane: its middle, its height
+_BOTH_WAYS = {"SEND": "send", "RECV": "wait for a message"}
 _TEXT, _SOFT, _LINE, _TRACK = "#1d2330", "#5d6677", "#e3e5e9", "#f1f2f4"
 
 
@@ -66,6 +68,19 @@ def run_picture(run: Run, path: Path, *, reference: Metrics | None = None) -> Pa
         _kind_legend(axes[0], [t for _, t in shown])
     if losses:
         _draw_loss(axes[-1], run.metrics, reference)
+    return _save(figure, path)
+
+
+def step_picture(timeline: Timeline, path: Path, *, title: str) -> Path:
+    """One step, a row a device."""
+    figure = Figure(figsize=(10, 0.4 * len(timeline.devices) + 1.2), layout="constrained", facecolor="white")
+    axis = figure.subplots()
+    step = typical(timeline) or timeline
+    _draw_timeline(axis, title, step, step.span_s, by_stage=False)
+    kinds = {kind_key(kind): kind_name(kind) for kind in in_order({event.kind for event in step.events})}
+    kinds |= {key: name for key, name in _BOTH_WAYS.items() if key in kinds}
+    handles = [Patch(color=_colour(key), label=name) for key, name in kinds.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8)
     return _save(figure, path)
 
 

@@ -61,6 +61,7 @@ BENCHMARKS = (
     "large_head_simulated",
     "overlap",
     "moe",
+    "disaggregated_experts",
     "families",
     "lives",
     "looking_inside",

@@ -127,6 +127,14 @@ def test_blocks_with_mixtures_are_alike_and_run_by_themselves() -> None:
             assert output.isfinite().all()
 
 
+def test_a_head_that_balances_experts_runs_by_itself() -> None:
+    """It divides by a count of tokens, which is a number and no tensor."""
+    model = transformer("mixtral", num_hidden_layers=1, output_router_logits=True)
+    found = trace(model, text_batch())
+    module, inputs = found.block(found.graph.blocks[-1]).instantiate(2, torch.device("cpu"))
+    assert all(output.isfinite().all() for output in module(*inputs))
+
+
 def test_biases_stay_as_they_are() -> None:
     model = transformer("gpt_oss", "batched_mm", num_local_experts=EXPERTS, head_dim=4, num_hidden_layers=1)
     assert not mixtures(capture(model, text_batch()))

@@ -135,7 +135,7 @@ class DeviceMemory:
         return curves if WHOLE in curves or self._all_in(curves) else {}
 
     def _keeps_nothing(self, kind: str) -> bool:
-        """Return whether it is true of a kind of block, and not a lack of a measurement, that nothing is kept: sums of what is there anyway."""
+        """Return whether a kind of block keeps nothing by the graph, so that 0 is no lack of a measurement."""
         block = self.graph.kinds.get(kind)
         return block is not None and self.graph.bytes_saved(block)(1) == 0
 

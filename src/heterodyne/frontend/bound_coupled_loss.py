@@ -92,7 +92,7 @@ class BoundCoupledLoss:
     def of_parts(self, parts: Sequence[Part], order: Tensor | None = None) -> Tensor:
         """The loss of the whole batch, from the parts of this replica's samples. Collective over the replicas.
 
-        ``order``: of the samples of the batch, where each is among those of the replicas, one replica after the other; None: in their order.
+        ``order``: of each sample of the batch, where it is among those of the replicas, one replica after the other; None: in order.
         """
         whole = self._exchange.begin(sum(part.samples for part in parts))
         met = [self._gathered(entry, parts, whole, order) for entry in self._exchanged]
@@ -121,8 +121,8 @@ class BoundCoupledLoss:
             rows = entry.rows // entry.groups
             gathered = [self._exchange.rows(_joined(own, entry.dim), entry.dim, rows) for own in groups]
             if order is not None:
-                split = (value.unflatten(entry.dim, (whole, rows)) for value in gathered)
-                gathered = [value.index_select(entry.dim, order).flatten(entry.dim, entry.dim + 1) for value in split]
+                places = (order[:, None] * rows + torch.arange(rows)).flatten()
+                gathered = [value.index_select(entry.dim, places.to(value.device)) for value in gathered]
             return _joined(gathered, entry.dim)
         samples = sum(part.samples for part in parts)
         if entry.kind == "mean" and len(each) > 1:

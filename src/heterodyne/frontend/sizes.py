@@ -8,6 +8,7 @@ from functools import lru_cache
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
+from torch.utils._sympy.functions import ToFloat
 
 from heterodyne.errors import CaptureError
 from heterodyne.graph import Size, TensorSpec
@@ -15,12 +16,14 @@ from heterodyne.graph import Size, TensorSpec
 __all__ = ["degree", "fit", "proportional", "size_of", "spec_of"]
 
 
-def size_of(value: int | torch.SymInt) -> Size:
+def size_of(value: float | torch.SymInt | torch.SymFloat) -> Size:
     """A number or a symbolic number as a polynomial in the batch.
 
     Raises CaptureError if it is none: if it depends on the data, or divides the batch (which couples samples with each other).
     """
-    return Size.of(value) if isinstance(value, int) else _polynomial(value.node.expr)
+    if isinstance(value, int | float):
+        return Size.of(value)
+    return _polynomial(value.node.expr.replace(ToFloat, lambda number: number))
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:

@@ -6,6 +6,7 @@ from heterodyne.errors import PlanError
 from heterodyne.plan.plan import Pipeline
 from heterodyne.plan.program import Action
 from heterodyne.plan.schedules import SCHEDULES, Orders
+from heterodyne.plan.schedules.gpipe import GPIPE, stage_by_stage
 
 __all__ = ["orders_of"]
 
@@ -20,6 +21,8 @@ def orders_of(schedule: str, pipeline: Pipeline) -> Orders:
     chosen = SCHEDULES[schedule]
     if len(pipeline.stages) == 1 and chosen.chunks not in (None, 1):
         chosen = SCHEDULES["1F1B"]  # a model in one piece has nothing to order, whatever other pipelines of the plan do
+    if chosen is GPIPE:
+        return stage_by_stage(pipeline.place_of_stage, micro_batches)
     chunks, uneven = divmod(len(pipeline.stages), max(1, places))
     if uneven:
         raise PlanError(

@@ -125,7 +125,7 @@ class ByClass:
         return found
 
     def _even(self, found: Sequence[Candidate]) -> Candidate:
-        """As many blocks for each device, in the usual order and with the micro-batches of what is best: what is done where nothing is known."""
+        """As many blocks for each device, in the usual order and the micro-batches of what is best: as where nothing is known."""
         best = min(found, key=lambda c: c.weighed_s).plan
         size = self.split.sizes[0] if best is None else max(max(p.micro_batches.sizes) for p in best.pipelines)
         micro_batches = self.split.micro_batches(self.split.samples, size)

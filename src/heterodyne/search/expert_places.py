@@ -1,9 +1,9 @@
 """Attention on some devices, experts on others: pipelines of two places whose stages alternate.
 
 A model with mixtures of experts is cut before and behind each of them. What stands between stays on one place, the experts are on the
-other one (HeterMoE, Wu et al., 2025), so devices do what they are good at, and weights of experts are where there is memory for them. Tokens
-cross twice a layer; several micro-batches keep both places at work. Experts of some layers stay with the attention where that evens out
-what the two places have to do.
+other one (HeterMoE, Wu et al., 2025), so devices do what they are good at, and weights of experts are where there is memory for them.
+Tokens cross twice a layer; several micro-batches keep both places at work. Experts of some layers stay with the attention where that
+evens out what the two places have to do.
 
 Which devices are which place: those go to the experts first that are best at them beside the rest (comparative advantage); among equals the
 slow ones, or the fast ones. How the experts lie on a place of several devices, how many stay, and the order are left to the cost model.
@@ -235,14 +235,16 @@ class ExpertPlaces:
         if all(self.split.samples <= size for size in self.split.sizes):
             return "the batch is one micro-batch: one place would wait while the other computes"
         graph, held = self._model.graph, 2 + self._model.recipe.states
-        layer = max(self._mixture_bytes)
-        experts = graph.stored[graph.ops[self.mixtures[0]].parameters[-1]].shape[0]
-        largest = max((device.id for device in self._model.cluster.devices), key=self._room)
+        names = [name for name in graph.ops[self.mixtures[0]].parameters if name in graph.stored]
+        experts = graph.stored[names[-1]].shape[0]
+        layer, rest = max(self._mixture_bytes), graph.parameter_bytes - sum(self._mixture_bytes)
+        of_layer, of_one, of_rest = (format_bytes(int(held * size)) for size in (layer, layer / experts, rest))
+        ranked = sorted((device.id for device in self._model.cluster.devices), key=self._room)
+        ends = (f"{format_bytes(self._room(device))} on {device}" for device in dict.fromkeys((ranked[0], ranked[-1])))
         return (
-            f"the experts of a layer take {format_bytes(int(held * layer))} with gradients and the optimizer's state, one of them "
-            f"{format_bytes(int(held * layer / experts))}, all else {format_bytes(int(held * (graph.parameter_bytes - sum(self._mixture_bytes))))}, "
-            f"and the device with most room beside the framework, {largest}, has {format_bytes(self._room(largest))}: give the experts' "
-            "place more memory, or take an optimizer with less state"
+            f"with gradients and the optimizer's state the experts of a layer take {of_layer}, one of them {of_one}, and all else "
+            f"{of_rest}, and beside the framework there is room for {' to '.join(ends)}: give the experts' place more memory, or take an "
+            "optimizer with less state"
         )
 
     @property

@@ -14,6 +14,7 @@ from math import inf
 from heterodyne.errors import InfeasibleError
 from heterodyne.plan.program import Action
 from heterodyne.plan.schedules import SCHEDULES
+from heterodyne.plan.schedules.gpipe import stage_by_stage
 from heterodyne.plan.schedules.greedy import Policy, greedy_rows
 from heterodyne.plan.schedules.held import peak_bytes
 from heterodyne.plan.schedules.pipeline_work import PipelineWork
@@ -175,20 +176,8 @@ def _one_at_a_time(work: PipelineWork, recomputing: frozenset[int]) -> Orders:
 
 
 def _stage_by_stage(work: PipelineWork, recomputing: frozenset[int]) -> Orders:
-    """Each stage takes all micro-batches before the next one on its place begins; in the last one a backward follows its forward, unless
-    it may not.
-
-    It is the zebra order of HeterMoE (Wu et al., 2025).
-    """
-    rows: list[list[Action]] = [[] for _ in work.free_bytes]
-    indices, last = range(work.micro_batches), len(work.places) - 1
-    for stage, place in enumerate(work.places[:last]):
-        rows[place] += (Action(stage, "F", index) for index in indices)
-    turns = [Action(last, kind, index) for index in indices for kind in ("F", "B")]
-    rows[work.places[last]] += sorted(turns, key=lambda action: action.kind == "B") if work.joined else turns
-    for stage in reversed(range(last)):
-        rows[work.places[stage]] += (Action(stage, "B", index) for index in indices)
-    return recomputed_ahead(tuple(map(tuple, rows)), recomputing)
+    """With several stages a place, and turns in the last one, the zebra order of HeterMoE (Wu et al., 2025)."""
+    return recomputed_ahead(stage_by_stage(work.places, work.micro_batches, turn=not work.joined), recomputing)
 
 
 def _require_room(work: PipelineWork, rows: Rows) -> None:

@@ -143,9 +143,8 @@ class Stages:
             for segment in segments:
                 local.update(self._run(segment, inputs, local, len(samples), alive, to_end=stage in self._in_parts))
             if self._joint is not None and stage == self._joint.stage:
-                made, loss = self._joint.forward(index, inputs, local, len(samples))
-                alive.joint.update(made)
-                local.update({} if loss is None else {LOSS: loss})
+                alive.joint, loss_of_all = self._joint.forward(index, inputs, local, len(samples))
+                local.update({} if loss_of_all is None else {LOSS: loss_of_all})
         for segment in segments:
             for value in segment.sends:
                 made = alive.made[value.name] = as_dtype(local[value.name], dtype_of(value))
