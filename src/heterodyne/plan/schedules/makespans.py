@@ -113,14 +113,15 @@ class Makespans:
 
     @cached_property
     def lines(self) -> list[tuple[float, float]]:
-        """See `place_lines`: for schedules whose placement is a loop. Links are lines too: seconds in which they cannot be busy, and are."""
+        """See `place_lines`: for schedules whose placement is a loop. Links have lines too."""
         of_places = place_lines(self.stages, self.sends, self.places, split=SCHEDULES[self.schedule].halves)
         return [*of_places, *self._link_lines]
 
     @cached_property
     def _link_lines(self) -> list[tuple[float, float]]:
-        """Before the first message over a link a micro-batch has been computed up to it, behind the last one goes on from it and comes back.
+        """Return for each link the seconds around its first and last message, and those of one micro-batch.
 
+        Before the first message a micro-batch has been computed up to the link; behind the last one it goes on from there and comes back.
         Of places with several stages each link has the messages of all of them.
         """
         if self.chunks > 1:
