@@ -158,6 +158,7 @@ def test_prices_and_the_job_are_part_of_what_a_study_is_of(place: Path, capsys: 
         (("--devices", "1", "--run", "--speeds", "0.5,x"), "--speeds: 'x' is not a number"),
         (("--devices", "1", "--run", "--profile", "p.json"), "leave out --profile"),
         (("--devices", "1", "--picture", "study.txt"), "a picture is one of .svg, .png, .pdf"),
+        (("--devices", "1", "--out", "study.svg"), "--out study.svg: the picture would take its place"),
         (("--devices", "1", "--out", "nowhere/study.json"), "there is no directory nowhere"),
         (("--devices", "1", "--out", "scaling.yaml", "--picture", "x.svg"), "scaling.yaml: cannot be gone on with"),
     ],

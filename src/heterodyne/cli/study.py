@@ -72,6 +72,8 @@ def command(
         require_place(path, option)
     if picture.suffix.lower() not in _PICTURES:
         raise HeterodyneError(f"--picture {picture}: a picture is one of {', '.join(_PICTURES)}; call it study.svg")
+    if picture == out:
+        raise HeterodyneError(f"--out {out}: the picture would take its place; call the study study.json")
     from heterodyne.api import StudyWishes, study_job
 
     wishes = StudyWishes(
