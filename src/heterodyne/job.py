@@ -356,14 +356,10 @@ class Job(Section):
 
     @property
     def here(self) -> Job:
-        """This job as its site does it: with its share of the samples and of the steps; itself where there are no sites. Raises JobError
-        where it is not said which of them this is.
-        """
+        """This job as its site does it: with its share of the samples and of the steps; itself where no site is named."""
         sync = self.training.sync
-        if sync is None:
+        if sync is None or sync.site is None:
             return self
-        if sync.site is None:
-            raise JobError(f"training.sync: say which of the sites this is: --site {' or --site '.join(sync.shares)}")
         own = {
             "global_batch_size": sync.shares[sync.site],
             "steps": sync.steps_of(sync.site, self.training.steps),

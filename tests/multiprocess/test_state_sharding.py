@@ -250,3 +250,30 @@ def test_optimizers_of_whole_weights_keep_them_whole(pool: Pool, name: str) -> N
     assert all(losses == whole[0] for losses in whole)
     bare = ("1F1B", tuple(replace(p, stages=tuple(replace(s, state=None) for s in p.stages)) for p in made[1]))
     assert whole[0] == pytest.approx(pool.run(4, of_whole_weights, graph, bare, name, 0)[0], rel=BAR)
+
+
+def replaced(world: World, graph: ModelGraph, spread: Spread, zero: int) -> tuple[bool, list[float]]:
+    """Whether weights that were put in the place of the trained ones are what the optimizer goes on from; the losses after that."""
+    case = build(graph, SAMPLES)
+    worker = worker_under(world, case, spread, SGD, zero=zero)
+    worker.step(case.batch)
+    names = [parameter.name for parameter in graph.parameters if parameter.trainable]
+    values = {name: 0.9 * value.float() for name, value in worker.updated(names).items()}
+    with worker.lent():
+        worker.put(values)
+    again = copied(worker.updated(names))
+    alike = all(again[name].equal(value) for name, value in values.items())
+    losses = [worker.step(case.batch).loss for _ in range(2)]
+    worker.close()
+    return alike, losses
+
+
+def test_weights_are_read_and_replaced_whole_whatever_each_rank_updates(pool: Pool) -> None:
+    """As outer steps of sites do, between two steps."""
+    graph = captured("gpt2")
+    wanted = pool.run(4, replaced, graph, replicas(graph), 0)[0]
+    assert wanted[0]
+    for spread, zero, shares in ((replicas, 2, (3, 0, 2)), (wide, 3, (0, 1, 5, 3)), (meshed, 3, (1, 2, 4, 3))):
+        for alike, losses in pool.run(4, replaced, graph, sharded(spread(graph), *shares), zero):
+            assert alike
+            assert losses == pytest.approx(wanted[1], rel=BAR)

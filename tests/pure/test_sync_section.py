@@ -94,15 +94,9 @@ def test_a_site_does_its_share_of_the_samples_and_of_the_steps(tmp_path: Path) -
     assert read.training.sync.first_of("south") == 5
 
 
-def test_a_job_without_sites_is_its_own(tmp_path: Path) -> None:
-    read = job(tmp_path, "", "training.sync=null")
-    assert read.here is read
-
-
-def test_which_site_a_job_is_of_must_be_said(tmp_path: Path) -> None:
-    with pytest.raises(JobError) as caught:
-        _ = job(tmp_path).here
-    assert "--site north or --site south" in str(caught.value)
+def test_a_job_that_names_no_site_is_its_own(tmp_path: Path) -> None:
+    for read in (job(tmp_path, "", "training.sync=null"), job(tmp_path)):
+        assert read.here is read
 
 
 def test_where_sites_meet_and_how_long_they_wait_decides_no_losses(tmp_path: Path) -> None:

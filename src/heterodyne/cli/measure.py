@@ -26,7 +26,7 @@ def command(
     Each distinct block of it, forward and backward, at several micro-batch sizes, and the links between the devices.
     """
     # Read before torch is loaded and workers are started, so that a mistake in a file is reported at once.
-    wanted = Job.load(job, tuple(overrides or ()))
+    wanted = Job.load(job, tuple(overrides or ())).here
     require_place(out, "--out")
     from heterodyne.api import on_every_device
 

@@ -112,7 +112,7 @@ def command(
     from heterodyne.search.fleet.objective import Objective
 
     # Read before torch is loaded and workers are started, so that a mistake in a file is reported at once.
-    wanted = Job.load(job, tuple(overrides or ()))
+    wanted = Job.load(job, tuple(overrides or ())).here
     for option, number in (("--within", within), ("--budget", budget)):
         if number is not None and not math.isfinite(number):
             raise HeterodyneError(f"{option} {number}: write a finite number, or leave it out")

@@ -59,7 +59,7 @@ def command(
     given = Plan.load(file)
     named = job is not None
     job = job or _job_beside(file)
-    wanted = Job.load(job, tuple(overrides or ()))
+    wanted = Job.load(job, tuple(overrides or ())).here
     if not (named or trust):
         _require_trust(job, wanted)
     described, measured = _known(file.parent, cluster, profile)

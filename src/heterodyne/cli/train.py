@@ -10,7 +10,7 @@ import typer
 
 from heterodyne.cli.options import ClusterOption, JobArgument, PlanOption, SetOption, plan_at
 from heterodyne.cli.streams import output_may_be_lost
-from heterodyne.errors import HeterodyneError
+from heterodyne.errors import HeterodyneError, JobError
 from heterodyne.job import Job
 from heterodyne.secret_names import SECRET_VARIABLE
 
@@ -47,7 +47,10 @@ def command(
     if site is not None:
         overrides = [*(overrides or ()), f"training.sync.site={site}"]
     wanted = Job.load(job, tuple(overrides or ()))
-    if wanted.here.training.sync is not None and SECRET_VARIABLE not in os.environ:
+    sync = wanted.training.sync
+    if sync is not None and sync.site is None:
+        raise JobError(f"training.sync: say which of the sites this is: --site {' or --site '.join(sync.shares)}")
+    if sync is not None and SECRET_VARIABLE not in os.environ:
         # What workers of this launch know each other by must be known to the other sites, too.
         from heterodyne.runtime.rendezvous.run_secret import secret_of_user
 

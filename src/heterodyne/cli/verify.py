@@ -32,7 +32,7 @@ def command(
     differs by more than 1e-5, relatively.
     """
     # Read before torch is loaded and workers are started, so that a mistake in a file is reported at once.
-    wanted = Job.load(job, tuple(overrides or ()))
+    wanted = Job.load(job, tuple(overrides or ())).here
     given = plan_at(plan)
     from heterodyne.api import on_every_device
 
