@@ -91,6 +91,22 @@ def test_samples_that_see_each_other_over_micro_batches_and_stages(pool: Pool, n
         require_exact(pool, name, Spread(3, "GPipe", pipelines))
 
 
+@pytest.mark.parametrize("name", ["contrastive", "router"])
+def test_they_see_each_other_where_stages_recompute_keep_on_hosts_and_split_their_backward(
+    pool: Pool, name: str
+) -> None:
+    graph = captured(name)
+    ops, cut = len(graph.ops), graph.blocks[len(graph.blocks) // 2].start or graph.together_from or 1
+    whole = [[b.index for b in graph.blocks if a <= b.start and b.stop <= z] for a, z in ((0, cut), (cut, ops))]
+    order = ("0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1F1 1I1 1I0 1W0 1W1")
+    for ways in (("recompute", "hosted"), ("hosted", "recompute")):
+        stages = tuple(
+            StageOf(stop, (rank,), (1,), **{way: tuple(blocks)})  # type: ignore[arg-type]  # one of the two
+            for rank, (stop, blocks, way) in enumerate(zip((cut, ops), whole, ways, strict=True))
+        )
+        require_exact(pool, name, Spread(2, "1F1B", (PipelineOf((2, 3), stages, order),)))
+
+
 def evaluated_together(world: World, name: str, samples: int, cut: bool) -> tuple[float, float]:
     """The loss of a batch of some size in eval mode over three replicas or stages, and by the module alone."""
     case, alone = build(captured(name), samples), build(captured(name), samples)
