@@ -1,10 +1,11 @@
 """Two sites with 20 Mbit/s and 80 ms between: outer steps now and then against synchronous data parallelism over that link.
 
 Each site is a network namespace with one worker; what they send each other goes through a relay of this script, which lets 20 Mbit/s
-through in each direction and delivers 40 ms later. Both train a GPT on the same global batches. Ways: gradients averaged in each step
-over the link, and outer steps (pseudo-gradients of 8 bits). The validation loss is compared with that of one device after as many
-samples, which is what synchronous training gives. Besides: an outer step after each step against one device, and a site that is killed
-and comes back. It needs root, for namespaces.
+through in each direction and delivers 40 ms later. Both train a GPT on the same global batches, in five ways: a pipeline over the link,
+gradients averaged in each step, weights averaged after each step in 16 and in 8 bits, and outer steps now and then (pseudo-gradients of
+8 bits). That which `heterodyne plan --sites` puts first should be the fastest. The validation loss is compared with that of one device
+after as many samples, which is what synchronous training gives. Besides: an outer step after each step against one device, and a site
+that is killed and comes back. It needs root, for namespaces.
 """
 
 from __future__ import annotations
@@ -52,6 +53,14 @@ parallelism: {{micro_batch_sizes: [1], measure_s: 1, rehearsal_s: 0, check_s: 0}
 metrics: {{tensorboard: false}}
 """
 
+CLUSTER = """
+name: two sites
+links: [{between: regions, bandwidth: 20 Mb/s, latency: 40 ms}]
+regions:
+  - {name: north, nodes: [{kind: cpu, memory: 4 GB}]}
+  - {name: south, nodes: [{kind: cpu, memory: 4 GB}]}
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
@@ -82,40 +91,52 @@ def main() -> int:
 
 def over_the_link(results: Results, runs: Runs, size: Size) -> None:
     runs.wait([runs.start("one", "training.sync=null")])
+    predicted = runs.predicted(size)
+    few = f"training.steps={size.synchronous}"
     with two_namespaces() as spaces:
-        runs.wait(
-            [
-                runs.start(
-                    f"synchronous-{rank}",
-                    "training.sync=null",
-                    "parallelism.strategy=equal",
-                    f"training.steps={size.synchronous}",
-                    space=space,
-                    run="synchronous",
-                    variables={
-                        "RANK": str(rank),
-                        "WORLD_SIZE": "2",
-                        "LOCAL_RANK": "0",
-                        "LOCAL_WORLD_SIZE": "1",
-                        "GROUP_RANK": str(rank),
-                        "MASTER_ADDR": ADDRESSES[0],
-                        "MASTER_PORT": "29500",
-                        "GLOO_SOCKET_IFNAME": "tun0",
-                    },
-                )
-                for rank, space in enumerate(spaces)
-            ]
-        )
+        for run, strategy in (("synchronous", "equal"), ("pipeline", "pipeline")):
+            sets = ("training.sync=null", f"parallelism.strategy={strategy}", few)
+            runs.wait(
+                [
+                    runs.start(f"{run}-{rank}", *sets, space=space, run=run, variables=as_rank(rank))
+                    for rank, space in enumerate(spaces)
+                ]
+            )
         at = f"training.sync.at={ADDRESSES[0]}:29600"
-        runs.wait([runs.start(site, at, site=site, space=space) for site, space in zip(SITES, spaces, strict=True)])
-    rate = {run: samples_per_s(runs.lines(run), sum(SHARES)) for run in ("synchronous", "north")}
-    results.row("synchronous data parallelism", samples_per_s=rate["synchronous"])
+        each = ("training.sync.every=1", few)
+        for run, sets in (
+            ("16", (*each, "training.sync.bits=16")),
+            ("8", (*each, "training.sync.bits=8")),
+            ("", ()),
+        ):
+            runs.wait(
+                [
+                    runs.start(f"{site}{run}", at, *sets, site=site, space=space)
+                    for site, space in zip(SITES, spaces, strict=True)
+                ]
+            )
+    runs_of = {
+        "a pipeline over the link": "pipeline",
+        "replicas, sums in 32 bits": "synchronous",
+        "replicas, sums in 16 bits": "north16",
+        "replicas, sums in 8 bits": "north8",
+        f"apart, meeting every {size.every} steps": "north",
+    }
+    rate = {run: samples_per_s(runs.lines(run), sum(SHARES)) for run in runs_of.values()}
+    for way, run in runs_of.items():
+        seconds = predicted[way]["step_s"]
+        results.row(way, samples_per_s=rate[run], predicted=sum(SHARES) / seconds if seconds else None)
+    chosen = next(way for way in predicted if way in runs_of)
+    results.bar(
+        "samples/s of the way that is predicted to be the fastest, over those of the fastest",
+        rate[runs_of[chosen]] / max(rate.values()),
+        ">= 1",
+    )
     outer = [line for line in runs.lines("south") if "outer_step" in line]
     sent, received = (sum(line[f"{way}_bytes"] for line in outer[1:]) / len(outer[1:]) for way in ("sent", "received"))
     seconds = (outer[-1]["time_s"] - outer[0]["time_s"]) / len(outer[1:])
     results.row(
         f"outer steps, one after {size.every} steps",
-        samples_per_s=rate["north"],
         bytes_of_an_outer_step=sent + received,
         gigabytes_a_day=(sent + received) / seconds * DAY_S / 1e9,
     )
@@ -198,6 +219,20 @@ def samples_per_s(lines: Sequence[dict[str, Any]], samples: int) -> float:
     return samples * (last - first) / (end_s - start_s)
 
 
+def as_rank(rank: int) -> dict[str, str]:
+    """What a launcher says of one worker on each of two hosts."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "GROUP_RANK": str(rank),
+        "MASTER_ADDR": ADDRESSES[0],
+        "MASTER_PORT": "29500",
+        "GLOO_SOCKET_IFNAME": "tun0",
+    }
+
+
 class Runs:
     """Runs of the job, each in a directory of its own."""
 
@@ -234,6 +269,26 @@ class Runs:
             return subprocess.Popen(
                 command, cwd=self._folder, env={**environment, **(variables or {})}, stdout=log, stderr=log
             )
+
+    def predicted(self, size: Size) -> dict[str, dict[str, Any]]:
+        """The ways over the link as `heterodyne plan --sites` has them for this machine's measurements, the fastest first."""
+        (self._folder / "cluster.yaml").write_text(CLUSTER)
+        words = [sys.executable, "-P", "-m", "heterodyne"]
+        sets = ["--set", f"training.sync.every={size.every}"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        for command in (
+            ["measure", "job.yaml", "--out", "profile.json", "--set", "training.sync=null"],
+            ["plan", "job.yaml", "--cluster", "cluster.yaml", "--profile", "profile.json", "--sites", "--json", *sets],
+        ):
+            done = subprocess.run(
+                [*words, *command],
+                cwd=self._folder,
+                env=environment,
+                check=True,
+                capture_output=True,
+                timeout=PATIENCE_S,
+            )
+        return {way["name"]: way for way in json.loads(done.stdout)}
 
     def wait(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         try:
