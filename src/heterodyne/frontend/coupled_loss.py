@@ -53,7 +53,7 @@ class CoupledLoss:
 
     @cached_property
     def behind(self) -> frozenset[fx.Node]:
-        """What of the tail computes with what was exchanged; the rest of it is made of inputs alone, as the body makes it."""
+        """Return what of the tail computes with what was exchanged; the rest is made of inputs alone, as the body makes it."""
         found: set[fx.Node] = set()
         waiting = [entry.node for entry in self.exchanged]
         while waiting:
