@@ -53,7 +53,7 @@ class CoupledLoss:
 
     @cached_property
     def behind(self) -> frozenset[fx.Node]:
-        """Return the ops of the tail that compute with what was exchanged; the others read inputs alone, as the body does."""
+        """Return what of the tail computes with what was exchanged; the rest is made of inputs alone, as the body makes it."""
         found: set[fx.Node] = set()
         waiting = [entry.node for entry in self.exchanged]
         while waiting:
