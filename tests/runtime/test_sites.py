@@ -77,6 +77,7 @@ class Group:
 PLAIN = {"lr": 1.0, "momentum": 0.0}
 
 
+@pytest.mark.tour("runtime/sites/")
 def test_the_outer_average_is_weighted_by_what_each_site_has_counted() -> None:
     group = Group(**PLAIN)
     group.join("a", "b")
