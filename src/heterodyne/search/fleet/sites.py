@@ -32,6 +32,8 @@ _BITS = (32, 16, 8)
 _ROUNDS = 3  # of shares by the speeds that the last ones gave
 _BYTES_OF_PARAMETER = 4
 _OVER_LINK = "a pipeline over the link"
+_MEMORY = tuple(2.0**-halvings for halvings in range(1, 9))
+"""Fractions of the memory that are tried, one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,7 @@ class Outer:
     the exchange, if there are so many)."""
 
     every: int = 100
-    bits: int = 32
+    bits: int = 8
     delay: int | None = None
 
 
@@ -94,55 +96,63 @@ def ways_over_sites(
 ) -> tuple[Way, ...]:
     """Return the ways, the fastest first. Raises ClusterError for a fleet that is not of several sites."""
     sites = sites_of(planner.fleet)
-    together = _one_plan(planner, space, sites, watch)
     apart = _by_site(planner, space, sites, outer, watch)
-    known = {way.name for way in together if not way.note}
-    return tuple(sorted([*together, *(way for way in apart if way.name not in known)], key=lambda way: way.step_s))
+    known = {way.name for way in apart if not way.note}  # so that replicas of all bits are counted alike
+    together = (way for way in _one_plan(planner, space, sites, watch) if way.name not in known)
+    return tuple(sorted([*together, *apart], key=lambda way: way.step_s))
 
 
 def _one_plan(
     planner: FleetPlanner, space: Space, sites: Mapping[str, Sequence[Pool]], watch: Watch | None
 ) -> list[Way]:
-    """The fastest plans of all devices: of pipelines over the link, of replicas, of some of the sites alone."""
+    """The fastest plans of all devices: of pipelines over the link, of replicas, of some of the sites alone.
+
+    Where no pipeline over the link is among what a search evaluates, since others are faster, it is searched with so little memory that no
+    site holds the model.
+    """
     found: dict[str, Candidate] = {}
     why = ""
-    for each in (space, replace(space, max_pipelines=1)):
-        try:
-            ranked = planner.plan(space=each, watch=watch).ranked
-        except InfeasibleError as error:
-            why = str(error)
+    for each, memory in ((space, 1.0), (replace(space, max_pipelines=1), 1.0), *((space, part) for part in _MEMORY)):
+        if memory < 1 and _OVER_LINK in found:
+            break
+        search = planner.search(each, watch=watch, memory=memory)
+        best = search.run()
+        if best is None:
+            if memory < 1:
+                break  # nor does it fit with less
+            why = "it does not fit"
             continue
-        for candidate in ranked:
+        for candidate in (best, *search.pool.ranked):
             name = _kind(candidate, sites)
+            if memory < 1 and name != _OVER_LINK:
+                continue
             if name not in found or candidate.predicted.step_s < found[name].predicted.step_s:
                 found[name] = candidate
-    if _OVER_LINK not in found:
-        no_pipeline = Way(
-            name=_OVER_LINK, exact=True, step_s=inf, shares={}, note=why or "none was among the plans that were tried"
+    ways = [
+        Way(
+            name=name,
+            exact=True,
+            step_s=own.predicted.step_s,
+            bytes_per_step=_bytes_between(planner, sites, own),
+            usd=own.predicted.usd,
+            shares={},
         )
-    return [
-        *(
-            Way(
-                name=name,
-                exact=True,
-                step_s=own.predicted.step_s,
-                bytes_per_step=_bytes_between(planner, sites, own),
-                usd=own.predicted.usd,
-                shares={},
-            )
-            for name, own in found.items()
-        ),
-        *(() if _OVER_LINK in found else (no_pipeline,)),
+        for name, own in found.items()
     ]
+    if _OVER_LINK in found:
+        return ways
+    note = why or "none of the plans that were tried is one"
+    return [*ways, Way(name=_OVER_LINK, exact=True, step_s=inf, shares={}, note=note)]
 
 
 def _kind(found: Candidate, sites: Mapping[str, Sequence[Pool]]) -> str:
     """What a plan is, as far as sites go."""
     used = [name for name in sites if name in {_site(sites, pool) for pool in found.plan.devices}]
-    if len(used) < len(sites):
-        return f"{' and '.join(used)} alone"
     spans = any(len({_site(sites, home.pool) for home in group.template.homes}) > 1 for group in found.plan.groups)
-    return _OVER_LINK if spans else _replicas(_BITS[0])
+    if len(used) == 1:
+        return f"{used[0]} alone"
+    how = _OVER_LINK if spans else _replicas(_BITS[0])
+    return how if len(used) == len(sites) else f"{' and '.join(used)}: {how}"
 
 
 def _replicas(bits: int) -> str:
