@@ -183,7 +183,7 @@ def killed_and_back(results: Results, runs: Runs) -> None:
     alone = count(runs.outer("away-north"))
     runs.wait_for("away-north", lambda lines: count(outer_of(lines)) > alone + 2, north)
     back = runs.start("away-south", *more, "metrics.every=1", site="south", resume=True)
-    runs.wait_for("away-north", lambda lines: together_again(outer_of(lines)), north)
+    runs.wait_for("away-north", lambda lines: together_again(outer_of(lines)), back)
     told = runs.outer("away-north")
     without = [line["outer_step"] for line in told if "south" not in line["sites"]]
     results.row(
