@@ -36,7 +36,9 @@ def cell(devices: int, strategy: Strategy, step_s: float | None, measured_s: flo
         alone_samples_per_s=8.0,
         usd_per_hour=3.6 * devices,
         watts=100.0 * devices,
-        refused="" if step_s is not None else "no plan fits:\n  - cpu:0 lacks 3 GiB\n  - cpu:1 lacks 2 GiB",
+        refused=""
+        if (step_s, measured_s) != (None, None)
+        else "no plan fits:\n  - cpu:0 lacks 3 GiB\n  - cpu:1 lacks 2 GiB",
     )
 
 
@@ -188,3 +190,18 @@ def test_a_damaged_study(tmp_path: Path) -> None:
     path.write_text(json.dumps(content)[:-20])
     with pytest.raises(FileError, match="or remove this one to begin again"):
         Study.load(path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (replace(STUDY, cells=(*STUDY.cells, STUDY.cells[0])), "is there twice"),
+        (replace(STUDY, cells=(replace(STUDY.cells[0], refused="because"),)), "or both"),
+        (replace(STUDY, cells=(replace(STUDY.cells[0], predicted=None),)), "neither figures nor a reason"),
+        (replace(STUDY, batch=64), "a step and samples/s that are not of 64 samples"),
+    ],
+)
+def test_a_file_that_no_study_has_written_is_refused(tmp_path: Path, changed: Study, said: str) -> None:
+    changed.save(tmp_path / "study.json")
+    with pytest.raises(FileError, match=said):
+        Study.load(tmp_path / "study.json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from math import isclose
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -126,13 +127,32 @@ class Study:
             content: Any = read_json(path)
             if not isinstance(content, dict) or content.get("kind") != "study":
                 raise ValueError("it is no study")
-            return checked(cls, content)
+            found = checked(cls, content)
+            found._require_consistent()
+            return found
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise FileError(
                 f"cannot be gone on with ({why}): name another file with --out, or remove this one to begin again",
                 path=str(path),
             ) from error
+
+    def _require_consistent(self) -> None:
+        """Raises ValueError for cells that no study writes."""
+        seen: set[tuple[int, Strategy]] = set()
+        for cell in self.cells:
+            name = f"the cell of {cell.devices} devices, {cell.strategy},"
+            if (cell.devices, cell.strategy) in seen:
+                raise ValueError(f"{name} is there twice")
+            seen.add((cell.devices, cell.strategy))
+            of_origin = cell.measured if cell.origin == "run" else cell.predicted
+            if (of_origin is None) == (not cell.refused):
+                raise ValueError(f"{name} has neither figures nor a reason why there are none, or both")
+            predicted = cell.predicted
+            if predicted is not None and not isclose(
+                predicted.step_s * predicted.samples_per_s, self.batch, rel_tol=1e-3
+            ):
+                raise ValueError(f"{name} has a step and samples/s that are not of {self.batch} samples")
 
     def save(self, path: Path) -> None:
         """Write it whole or not at all. Raises HeterodyneError."""
