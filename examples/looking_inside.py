@@ -70,7 +70,7 @@ def main() -> int:
         plain = trainer.evaluate(batches(given.steps))
         found = trainer.activations("layers.*", batches(given.steps))
     if trainer.rank == 0:
-        print(f"loss {plain:.4f}, steered at {middle} {steered:.4f}")
+        print(f"evaluated: {plain:.4f}, steered at {middle} {steered:.4f}")
         for path, output in found.items():
             if path.count(".") == 1:  # "layers.*" names what is inside of them, too
                 print(f"{path}: {list(output.shape)}, norm {float(output.norm()):.2f}")
