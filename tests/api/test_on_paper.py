@@ -495,3 +495,7 @@ def test_ways_over_sites_are_compared(files: Path, capsys: pytest.CaptureFixture
     (files / "apart.yaml").write_text(re.sub(r"  - \{between: regions.*\n", "", CITIES))
     assert run(["plan", "job.yaml", "--cluster", "apart.yaml", "--sites"]) == 2
     assert "nothing says what joins the sites berlin and oslo; add to links" in capsys.readouterr().err
+    assert run(["plan", "job.yaml", "--cluster", "cities.yaml", "--sites", "--families", "--out", "x.json"]) == 2
+    assert "makes no plan: leave out --out, --families" in capsys.readouterr().err
+    assert run(["train", "job.yaml", "--site", "berlin"]) == 2
+    assert "--site berlin: the job has no sites; write training.sync" in capsys.readouterr().err

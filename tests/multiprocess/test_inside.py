@@ -381,8 +381,10 @@ def steered_oddly(world: World, kind: str, graph: ModelGraph) -> tuple[float, di
         assert all(torch.equal(a, b) for a, b in zip(alias, found["first"], strict=True))
         with pytest.raises(PlanError, match="'idle' returns no tensor that the loss depends on"):
             trainer.activations("idle", batch)
-        with trainer.edit(edits):
+        outer = Steering(8)
+        with trainer.edit({"first": outer}), trainer.edit(edits):
             loss = trainer.step(batch).loss
+    edits["outer"] = outer
     gradients = {
         f"{path}.{n}": p.grad for path, edit in edits.items() for n, p in edit.named_parameters() if p.grad is not None
     }
@@ -393,10 +395,13 @@ def steered_oddly(world: World, kind: str, graph: ModelGraph) -> tuple[float, di
 def test_odd_modules_are_as_on_one_device(pool: Pool, kind: str) -> None:
     model, batch, edits = odd(kind, lambda _: Steering(8))
     seen = hooked(model, batch)
+    outer = Steering(8)
+    model.get_submodule("first").register_forward_hook(lambda _m, _i, output: outer(output))
     for path, edit in edits.items():
         model.get_submodule(path).register_forward_hook(lambda _m, _i, output, edit=edit: edit(output))
     loss = model.train()(**batch)
     loss.backward()
+    edits["outer"] = outer
     wanted = {f"{path}.{n}": p.grad for path, edit in edits.items() for n, p in edit.named_parameters()}
     for found_loss, gradients, found in pool.run(RANKS.get(kind, 2), steered_oddly, kind, odd_graph()):
         assert found_loss == pytest.approx(loss.item(), rel=BAR)

@@ -116,6 +116,14 @@ def command(
     for option, number in (("--within", within), ("--budget", budget)):
         if number is not None and not math.isfinite(number):
             raise HeterodyneError(f"{option} {number}: write a finite number, or leave it out")
+    if sites:
+        plans = {
+            "--out": out, "--families": families, "--frontier": frontier, "--export": export, "--timeline": timeline,
+            "--runnable": runnable, "--budget": budget, "--objective": objective != "throughput",
+        }  # fmt: skip
+        given = [option for option, value in plans.items() if value]
+        if given:
+            raise HeterodyneError(f"--sites compares ways and makes no plan: leave out {', '.join(given)}")
     measured = None if profile is None else Profile.load(profile)
     wishes = Wishes(
         objective=Objective(goal=objective, usd_per_hour=budget),

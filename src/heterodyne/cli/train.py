@@ -45,6 +45,10 @@ def command(
             "--replan goes with --resume, and without --plan: it measures and plans again what a run goes on under"
         )
     if site is not None:
+        if Job.load(job, tuple(overrides or ())).training.sync is None:
+            raise JobError(
+                f"--site {site}: the job has no sites; write training.sync into it, or leave --site out", path=str(job)
+            )
         overrides = [*(overrides or ()), f"training.sync.site={site}"]
     wanted = Job.load(job, tuple(overrides or ()))
     sync = wanted.training.sync

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from itertools import count
@@ -108,7 +108,9 @@ class Inside:
             )  # as in other evaluations, what was captured in training runs, if it is the same
             graph = self._worker.lowered(training=False).graph
             points = self._points(paths, graph)
-            names = {name: path for name, path in names.items() if points[path] or self._require_shown(name, patterns)}
+            for name in [name for name, path in names.items() if not points[path]]:
+                self._require_shown(name, patterns)
+                del names[name]
             with recorded() as seen:
                 self._worker.evaluate(batch)
         found: dict[str, Any] = {}
@@ -142,8 +144,9 @@ class Inside:
                 self._worker.lowered(training=True)
             stack.enter_context(edited({self._key(path): f for path, f in of_paths.items()}))
             before = dict(self._trained)
-            self._trained |= {path: found for path, found in leaves.items() if found}
             stack.callback(lambda: setattr(self, "_trained", before))
+            self._trained |= {path: [*before.get(path, ()), *found] for path, found in leaves.items() if found}
+            self._counted(self._trained)
             yield
 
     @contextmanager
@@ -156,7 +159,8 @@ class Inside:
             leaf.grad = None
 
         def reduce(scale: float | None) -> None:
-            counts = bool(leaves) and self._counts()
+            mine = self._session.cluster.devices[self._session.rank].id
+            counts = bool(leaves) and mine in self._counted(self._trained)
             for leaf, old in zip(leaves, before, strict=True):
                 here = counts and leaf.grad is not None
                 own = leaf.grad if here and leaf.grad is not None else torch.zeros_like(leaf)
@@ -174,27 +178,27 @@ class Inside:
                 leaf.grad = old
             raise
 
-    def _counts(self) -> bool:
-        """Return whether this rank is the first of those that run the edited modules on the same samples: each has all the gradient."""
+    def _counted(self, paths: Collection[str]) -> set[str]:
+        """Return the devices whose gradients of edits of these modules count: the first of each row, since all of a row have all of it.
+
+        Raises PlanError, on all ranks alike, where a device is the first in one stage and not in another.
+        """
         lowered = self._worker.lowered(training=None)
-        mine = lowered.cluster.devices[self._session.rank].id
-        keys = {self._key(path) for path in self._trained}
-        edited_at = [
-            index
-            for index, op in enumerate(lowered.graph.ops)
-            if op.argument("key") in keys and op.kind == MODULE_OUTPUT
-        ]
-        first = {
-            mine in (row[0] for row in stage.rows)
-            for pipeline in lowered.plan.pipelines
-            for stage in pipeline.stages
-            if mine in stage.devices and any(stage.ops[0] <= index < stage.ops[1] for index in edited_at)
-        }
-        if len(first) > 1:
+        keys = {self._key(path) for path in paths}
+        shown = [n for n, op in enumerate(lowered.graph.ops) if op.kind == MODULE_OUTPUT and op.argument("key") in keys]
+        first: set[str] = set()
+        others: set[str] = set()
+        for stage in (stage for pipeline in lowered.plan.pipelines for stage in pipeline.stages):
+            if any(stage.ops[0] <= place < stage.ops[1] for place in shown):
+                heads = {row[0] for row in stage.rows}
+                first |= heads
+                others |= set(stage.devices) - heads
+        if first & others:
             raise PlanError(
-                "edits are trained in stages of several widths on one device: edit modules of one stage at a time"
+                f"edits that train something are in stages of several widths on {min(first & others)}: edit modules of one stage at a "
+                "time, each in a step of its own"
             )
-        return first == {True}
+        return first
 
     def _key(self, path: str) -> str:
         return path + self._suffix
@@ -259,10 +263,10 @@ class Inside:
                 )
         return {path: function for name, function in functions.items() for path in self.matching([name]).values()}
 
-    def _require_shown(self, name: str, patterns: Sequence[str]) -> bool:
-        """Raises PlanError for a module that was asked for by its name, and whose output nothing computes; others are left out."""
+    def _require_shown(self, name: str, patterns: Sequence[str]) -> None:
+        """Raises PlanError for a module whose output nothing computes, and which was asked for by its name."""
         if name not in patterns:
-            return False
+            return
         raise PlanError(
             f"{name!r} returns no tensor that the loss depends on, or forward does not call it: nothing computes its output under a plan"
         )

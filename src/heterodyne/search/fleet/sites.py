@@ -4,7 +4,7 @@ Either one plan spans the sites, or each site has the whole model, a share of ev
 own devices; then what a site sends is as large as the model, whatever its plan. With numbers of b bits, N parameters and links of
 bandwidth B between a site and the one that keeps the totals, an exchange takes
 
-    T = 2 (N b / 8 / B + latency)          there and back
+    T = 2 (N b / 8 / B + latency)          there and back, the others one after the other
 
 and each step waits for T, or, where sites meet after H steps, each round of H steps waits for what a delay of d of them does not hide:
 max(0, T - d step). Traffic of replicas that meet in each step may overlap with their backward, which is not counted here.
@@ -20,15 +20,18 @@ from math import ceil, inf
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cost.layers import least_bytes
 from heterodyne.errors import ClusterError, InfeasibleError
+from heterodyne.graph.sharding.dealing import dealt_to_all
 from heterodyne.search.fleet.evaluator import Watch
 from heterodyne.search.fleet.plan import Candidate
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.predict import Predictor
 from heterodyne.search.fleet.space import Space
+from heterodyne.units import counted
 
 __all__ = ["Outer", "Way", "sites_of", "ways_over_sites"]
 
 _BITS = (32, 16, 8)
+_PARTS = 1_000_000  # in which weights of sites are told apart
 _ROUNDS = 3  # of shares by the speeds that the last ones gave
 _BYTES_OF_PARAMETER = 4
 _OVER_LINK = "a pipeline over the link"
@@ -167,7 +170,9 @@ def _by_site(
         shares, found = _shared(planner, space, sites, watch)
     except InfeasibleError as error:
         names = (*map(_replicas, _BITS), _apart(outer))
-        return [Way(name=name, exact=False, step_s=inf, shares={}, note=str(error)) for name in names]
+        return [
+            Way(name=name, exact=name == _replicas(_BITS[0]), step_s=inf, shares={}, note=str(error)) for name in names
+        ]
     step_s = max(own.predicted.step_s for own in found.values())
     size = _parameters(planner) / 8  # in bytes, for each bit of a number
     keeper, *others = sites
@@ -212,7 +217,10 @@ def _shared(
     weights = {name: float(sum(pool.devices for pool in pools)) for name, pools in sites.items()}
     best: tuple[float, dict[str, int], dict[str, Candidate]] | None = None
     for _ in range(_ROUNDS):
-        shares = _dealt(whole, weights)
+        counts = dealt_to_all(whole, [round(_PARTS * weight / sum(weights.values())) for weight in weights.values()])
+        if not all(counts):
+            raise InfeasibleError(f"{counted(whole, 'sample')} a step for {len(sites)} sites")
+        shares = dict(zip(sites, counts, strict=True))
         found = {name: _alone(planner, space, pools, shares[name], watch) for name, pools in sites.items()}
         longest = max(own.predicted.step_s for own in found.values())
         if best is None or longest < best[0]:
@@ -220,18 +228,6 @@ def _shared(
         weights = {name: shares[name] / own.predicted.step_s for name, own in found.items()}
     assert best is not None
     return best[1], best[2]
-
-
-def _dealt(whole: int, weights: Mapping[str, float]) -> dict[str, int]:
-    """Return whole numbers in proportion, at least 1 each, by cutting at rounded running totals."""
-    total, reached, given = sum(weights.values()), 0.0, 0
-    shares = {}
-    for place, (name, weight) in enumerate(weights.items(), 1):
-        reached += weight
-        last = min(max(round(whole * reached / total), given + 1), whole - (len(weights) - place))
-        shares[name] = last - given
-        given = last
-    return shares
 
 
 def _alone(planner: FleetPlanner, space: Space, pools: Sequence[Pool], samples: int, watch: Watch | None) -> Candidate:
@@ -245,7 +241,7 @@ def _exchange_s(planner: FleetPlanner, sites: Mapping[str, Sequence[Pool]], bits
     keeper, *others = sites
     wires = [_link(planner.fleet, sites[keeper], sites[name], (keeper, name)) for name in others]
     size = _parameters(planner) * bits / 8
-    return 2 * max(size / wire.bandwidth_bytes_per_s + wire.latency_s for wire in wires)
+    return 2 * (sum(size / wire.bandwidth_bytes_per_s for wire in wires) + max(wire.latency_s for wire in wires))
 
 
 def _parameters(planner: FleetPlanner) -> float:

@@ -94,3 +94,10 @@ def test_what_a_file_must_say() -> None:
     alone = replace(planner().fleet, pools=planner().fleet.pools[:1], links={}, usd_per_byte={})
     with pytest.raises(ClusterError, match="is one site, here: give its sites as regions or zones"):
         sites_of(alone)
+
+
+def test_fewer_samples_than_sites_are_a_reason() -> None:
+    ways = ways_over_sites(planner(samples=1), SPACE, Outer())
+    assert found("32 bits", ways).note == found("apart", ways).note == "1 sample a step for 2 sites"
+    assert found("32 bits", ways).exact
+    assert not found("8 bits", ways).exact
