@@ -96,7 +96,7 @@ def played(
     )
     lowered = lower(plan, graph, cluster)
     costs = CostModel(graph=graph, cluster=cluster, profile=profile, recipe=recipe).of(plan, lowered.weights)
-    return simulate(lowered.program, costs), costs.lower_bound_s
+    return simulate(lowered.program, costs, steady=lowered.steady), costs.lower_bound_s
 
 
 def require_fitting(simulation: Simulation, plan: Plan, cluster: Cluster) -> None:

@@ -18,8 +18,10 @@ from heterodyne.cost.step_transients import GradientBuildUp, StepTransients, by_
 from heterodyne.graph.cut import Crossing
 from heterodyne.graph.size import Size
 from heterodyne.plan.buckets import Bucket, room_bytes
+from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Plan, Stage
 from heterodyne.plan.schedules import SCHEDULES
+from heterodyne.plan.schedules.asynchronous import depth_of, predicted_versions
 from heterodyne.plan.traffic import MESSAGES_AHEAD
 
 if TYPE_CHECKING:
@@ -67,6 +69,8 @@ class RankStep:
         alone = model.memory_use(device, 0, ranges, at.boxes).with_state(0 if on_host else state)
         summed_apart = plan.zero == 1 and model.cluster.device(device).backend != "cpu"
         carried = self._carried_s(ranges) if plan.zero in (1, 2) else 0.0
+        versions = self._predicted_versions()
+        predicted_s = model.recipe.prediction_to_step * model.update_s(device, ranges, at.boxes) if versions else 0.0
         lost = model.device_memory[device].lost
         elsewhere = round((1 - state) * transients.trained) if plan.zero > 2 else 0
         comes = alone.gradients + elsewhere if plan.zero > 1 else transients.alone
@@ -77,10 +81,12 @@ class RankStep:
             stages=costs,
             ready={bucket.index: self._ready(bucket) for bucket in buckets if device in bucket.owners},
             clip_s=state * model.clip_s(device, ranges, at.boxes),
-            step_s=state * model.update_s(device, ranges, at.boxes, on_host=on_host) + carried,
+            step_s=state * model.update_s(device, ranges, at.boxes, on_host=on_host) + carried + predicted_s,
             overhead_s=measured.step_overhead_s,
             overlap=min(1.0, max(0.0, measured.overlap)),
-            fixed_bytes=alone.fixed + (self._rooms() if plan.zero > 1 else 0),
+            fixed_bytes=alone.fixed
+            + (self._rooms() if plan.zero > 1 else 0)
+            + (versions * alone.gradients + alone.update if versions else 0),
             workspace_bytes=_under_way(travel, rank) + workspace,
             holes_bytes=holes,
             update_bytes=max(alone.update, round(state * alone.gradients) if summed_apart else 0),
@@ -95,6 +101,14 @@ class RankStep:
         if kept is None or not size or not released or not kept.memory.tells_blocks:
             return {}, 0
         return dict(kept.passing(size, self.at.boxes)), kept.workspace(size, self.at.boxes)
+
+    def _predicted_versions(self) -> int:
+        """Return how many predicted versions of its weights the rank holds at a time."""
+        if not SCHEDULES[self.plan.schedule].asynchronous:
+            return 0
+        place = self.at.pipeline.places.index(next(iter(self.at.stages.values())).devices)
+        depth = depth_of(orders_of(self.plan.schedule, self.at.pipeline)[place])
+        return predicted_versions(depth, len(self.at.pipeline.micro_batches))
 
     def _rooms(self) -> int:
         """Bytes of the shared memory in which a CPU worker exchanges shards with its neighbours, for each group of owners."""

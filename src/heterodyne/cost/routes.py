@@ -8,7 +8,7 @@ slices.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from heterodyne.cluster.spec import Cluster
@@ -46,6 +46,16 @@ class Route:
     seconds: tuple[float, ...]
     source_s: tuple[float, ...] = ()
     destination_s: tuple[float, ...] = ()
+
+    def repeated(self, batches: int) -> Route:
+        """Return the messages of so many batches, one behind the other."""
+        return replace(
+            self,
+            bytes=self.bytes * batches,
+            seconds=self.seconds * batches,
+            source_s=self.source_s * batches,
+            destination_s=self.destination_s * batches,
+        )
 
 
 def link_between(cluster: Cluster, source: str, destination: str) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 __all__ = ["StageCosts"]
 
@@ -59,6 +60,12 @@ class StageCosts:
     last_bytes: tuple[int, ...] = ()
     together: tuple[int, ...] = ()
     exchanges: StageCosts | None = None
+
+    def repeated(self, batches: int) -> StageCosts:
+        """Return the costs of so many batches, one behind the other."""
+        of_each = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "together"}
+        longer: dict[str, Any] = {n: values * batches for n, values in of_each.items() if isinstance(values, tuple)}
+        return replace(self, **longer, exchanges=self.exchanges and self.exchanges.repeated(batches))
 
     @property
     def compute_s(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from heterodyne.cost.routes import Route
 from heterodyne.cost.stage import StageCosts
@@ -97,6 +97,22 @@ class StepCosts:
     ranks_meet: bool = False
     ranks_begin_together: bool = False
     meeting_s: float = 0.0
+
+    def repeated(self, batches: int) -> StepCosts:
+        """Return the costs of so many batches, one behind the other, between which ranks do not meet. What a step takes besides its
+        actions is counted with each update."""
+        ranks = tuple(
+            own
+            and replace(
+                own,
+                stages={number: stage.repeated(batches) for number, stage in own.stages.items()},
+                overhead_s=0.0,
+                step_s=own.step_s + own.overhead_s,
+            )
+            for own in self.ranks
+        )
+        routes = tuple(route.repeated(batches) for route in self.routes)
+        return replace(self, ranks=ranks, routes=routes, norm_s=None, ranks_meet=False, ranks_begin_together=False)
 
     @property
     def lower_bound_s(self) -> float:

@@ -19,6 +19,7 @@ from heterodyne.job import Reach, Strategy
 from heterodyne.plan.mesh import count_of
 from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Pipeline, Plan, Stage
+from heterodyne.plan.schedules import SCHEDULES
 
 __all__ = [
     "CUTTING",
@@ -58,6 +59,7 @@ Feature = Literal[
     "parameter_sharding",
     "parameter_sharding_over_pipelines",
     "offload",
+    "asynchronous",
 ]
 
 
@@ -115,6 +117,7 @@ FEATURES: Mapping[Feature, _Words] = MappingProxyType(
         "parameter_sharding": _Words("sharded parameters too (ZeRO-3)", "write 'zero': 2"),
         "parameter_sharding_over_pipelines": _Words("parameters sharded over several pipelines", "write 'zero': 2"),
         "offload": _Words("optimizer state in host memory", "leave 'offload' out"),
+        "asynchronous": _Words("predicted weights (async)", "take schedule 1F1B, and leave 'async' out of the job"),
     }
 )
 
@@ -184,12 +187,14 @@ TRAITS: tuple[Trait, ...] = (
     Trait(
         name="statistics over the batch (BatchNorm)",
         why=_batch_statistics,
-        refuses=frozenset({"unequal_counts", "unlike_pipelines", "empty_share", "overlap", "cuts_along_two_axes"}),
+        refuses=frozenset(
+            {"unequal_counts", "unlike_pipelines", "empty_share", "overlap", "cuts_along_two_axes", "asynchronous"}
+        ),
     ),
     Trait(
         name="a loss that compares samples",
         why=_coupled,
-        refuses=frozenset({*_IN_PARTS, "early_backward", "empty_share"}),
+        refuses=frozenset({*_IN_PARTS, "early_backward", "empty_share", "asynchronous"}),
     ),
     Trait(name="a model that only its module trains", why=lambda able: able.graph.only_whole or None, refuses=_PIECES),
     Trait(
@@ -198,11 +203,17 @@ TRAITS: tuple[Trait, ...] = (
         refuses=_PIECES,
         of="check",
     ),
-    Trait(name="a model without a graph", why=_opaque, refuses=_PIECES | {"parameter_sharding"}),
+    Trait(name="a model without a graph", why=_opaque, refuses=_PIECES | {"parameter_sharding", "asynchronous"}),
     Trait(
         name="an optimizer of whole weights",
         why=lambda able: None if able.reach == "element" else "the optimizer updates whole weights only",
         refuses=frozenset({"tensor_parallel"}),
+        of="optimizer",
+    ),
+    Trait(
+        name="predicted weights",
+        why=lambda able: "weights are predicted ('async')" if able.asynchronous else None,
+        refuses=frozenset({*_IN_PARTS, *SHARDING, "offload", "activation_offload", "split_backward", "unlike_pipelines"}),
         of="optimizer",
     ),
     Trait(
@@ -223,13 +234,14 @@ def runs_at_all(feature: Feature) -> bool:
 class Capabilities:
     """What runs exactly for one model.
 
-    ``reach``: what its optimizer must see at once; ``module_only``: why no plan may run pieces of its graph, as a check has found; "" if
+    ``reach``: what its optimizer must see at once; ``asynchronous``: whether weights are predicted between steps; ``module_only``: why no plan may run pieces of its graph, as a check has found; "" if
     they may.
     """
 
     graph: ModelGraph
     reach: Reach = "element"
     module_only: str = ""
+    asynchronous: bool = False
 
     def refusing(self, *features: Feature) -> Trait | None:
         """The first trait that refuses any of them; None if a plan may use all of them."""
@@ -289,6 +301,8 @@ def uses(plan: Plan) -> Iterator[Use]:
     if len(counts) > 1:
         how = f"runs pipelines of {', '.join(map(str, sorted(counts)))} micro-batches beside each other"
         yield Use(feature="unequal_counts", where="the plan", how=how)
+    if plan.schedule in SCHEDULES and SCHEDULES[plan.schedule].asynchronous:
+        yield Use(feature="asynchronous", where="the plan", how=f"trains with predicted weights ({plan.schedule})")
     if len({_cuts(pipeline) for pipeline in plan.pipelines}) > 1:
         yield Use(
             feature="unlike_pipelines", where="the plan", how="cuts, orders or recomputes its pipelines differently"

@@ -16,6 +16,9 @@ from heterodyne.plan.kept import kept_ops, unknown, why_not_kept
 from heterodyne.plan.mesh import count_of
 from heterodyne.plan.order import orders_of
 from heterodyne.plan.plan import Pipeline, Plan, Stage
+from heterodyne.plan.precision import precision_of
+from heterodyne.plan.schedules import SCHEDULES
+from heterodyne.plan.schedules.asynchronous import one_batch
 from heterodyne.plan.sharded_stage import shard_stage
 from heterodyne.plan.weights import PlannedWeights
 
@@ -58,7 +61,36 @@ def _checked(
         weights = PlannedWeights.of(plan, graph, reach=able.reach)
     except PlanError as error:
         return (str(error),), None
-    return tuple(faults_of_state_shards(plan, weights)), weights
+    return (*faults_of_state_shards(plan, weights), *_of_asynchronous(plan, cluster, weights)), weights
+
+
+def _of_asynchronous(plan: Plan, cluster: Cluster, weights: PlannedWeights) -> list[str]:
+    """Weights are predicted by the rank that alone updates them, whole and on its device, in the order of 1F1B."""
+    if not SCHEDULES[plan.schedule].asynchronous:
+        return []
+    broken = []
+    shared = next((bucket for bucket in weights.buckets if len(bucket.owners) > 1), None)
+    if shared is not None:
+        broken.append(
+            f"it trains with predicted weights ({plan.schedule}), and {shared.parameters[0]!r} is on {' and '.join(shared.owners)}, which "
+            "would wait for each other's gradients at different times: give each stage one device and take one pipeline, and put tied "
+            "weights into one stage; or take 1F1B"
+        )
+    for index, stage in enumerate(plan.pipelines[0].stages):
+        if stage.offload or stage.offload_activations:
+            broken.append(f"stage {index} keeps something in host memory, and {plan.schedule} predicts weights on the device: leave it out")
+    narrow = [d for d in plan.devices if precision_of(plan.precision, cluster.device(d).kind) == "fp16"]
+    if narrow:
+        broken.append(
+            f"{narrow[0]} computes in fp16, whose loss scale takes one decision of all devices a step, and {plan.schedule} makes none: take bf16 or fp32"
+        )
+    for place, order in enumerate(orders_of(plan.schedule, plan.pipelines[0])):
+        if order != one_batch(order):
+            broken.append(
+                f"place {place} has an order of its own that is not forwards, then a backward and a forward in turn: {plan.schedule} goes on "
+                "with that from batch to batch"
+            )
+    return broken
 
 
 def _of_identity(plan: Plan, graph: ModelGraph, cluster: Cluster) -> list[str]:

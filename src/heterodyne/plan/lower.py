@@ -24,6 +24,8 @@ from heterodyne.plan.placement import Placement
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Action, Program
 from heterodyne.plan.realign import realigned
+from heterodyne.plan.schedules import SCHEDULES
+from heterodyne.plan.schedules.asynchronous import steady
 from heterodyne.plan.traffic import RankSpec, Traffic, rank_specs
 from heterodyne.plan.unsharding import RankPasses, with_unsharding
 from heterodyne.plan.verify import require_runnable
@@ -38,7 +40,7 @@ class Lowered:
 
     Args:
         able: what runs exactly for the model.
-        program: what each rank does in a step.
+        program: what each rank does in a step; where the schedule is asynchronous, in one that no other follows.
         specs: what each rank has to do in it; None for an idle one.
         weights: which devices hold, reduce and update which weights.
         placement: where each rank stands.
@@ -58,16 +60,25 @@ class Lowered:
     def graph(self) -> ModelGraph:
         return self.able.graph
 
+    @property
+    def steady(self) -> Program | None:
+        """Return what each rank does from one step to the next, where the schedule is asynchronous; None where steps are flushed, as on
+        one place they always are."""
+        if not SCHEDULES[self.plan.schedule].asynchronous or len(self.plan.pipelines[0].places) == 1:
+            return None
+        return Program(ranks=tuple(map(steady, self.program.ranks)))
+
 
 def lower(
     plan: Plan, graph: ModelGraph, cluster: Cluster, *, clip: bool = True, able: Capabilities | None = None
 ) -> Lowered:
     """Lower a plan. Raises PlanError with every rule that it breaks.
 
-    ``clip`` adds gradient clipping. ``able``: what runs exactly; None: what does for the model, whatever its optimizer.
+    ``clip`` adds gradient clipping, which asynchronous schedules have none of. ``able``: what runs exactly; None: what does for the model, whatever its optimizer.
     """
     able = able or Capabilities(graph)
     weights = require_valid(plan, graph, cluster, able)
+    clip = clip and not SCHEDULES[plan.schedule].asynchronous  # when one rank updates, others have no gradients yet
     return _lowered(plan, cluster, able, rank_specs(plan, graph, cluster, weights), weights, clip)
 
 

@@ -1,7 +1,8 @@
 """The Program: one list of actions a rank, which the simulator and the runtime both obey.
 
 An action is written ``{stage}{kind}{index}``, PyTorch's notation: ``0F3`` is the forward of micro-batch 3 on stage 0,
-``0REDUCE_GRAD2`` the reduction of gradient bucket 2. Stages are counted within the pipeline of the rank, which may hold several.
+``0REDUCE_GRAD2`` the reduction of gradient bucket 2. Stages are counted within the pipeline of the rank, which may hold several. In an
+asynchronous schedule ``0B-1`` is the backward of the last micro-batch of the batch before (see `heterodyne.plan.schedules.asynchronous`).
 
     F j        forward of micro-batch j
     B j        its whole backward; or in two halves: I j, the gradients of the stage's inputs, and W j, those of its weights
@@ -40,7 +41,7 @@ REDUCTIONS: Final[tuple[ActionKind, ...]] = ("REDUCE_GRAD", "SCATTER")
 COLLECTIVES: Final[tuple[ActionKind, ...]] = (*REDUCTIONS, "GATHER", "UNSHARD")
 _KINDS: tuple[str, ...] = get_args(ActionKind)
 _WITHOUT_INDEX = frozenset({"CLIP", "STEP"})
-_ACTION = re.compile(r"^([0-9]+)([A-Z_]+?)([0-9]*)$")
+_ACTION = re.compile(r"^([0-9]+)([A-Z_]+?)(-?[0-9]+)?$")
 
 
 @dataclass(frozen=True, slots=True, order=True)

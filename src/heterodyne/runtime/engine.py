@@ -86,7 +86,7 @@ class _Done:
     @property
     def has_ended(self) -> bool:
         """Whether the device has ended it."""
-        return self.result.late is None or self.result.late.has_come
+        return not self.result.is_late or (self.result.late is not None and self.result.late.has_come)
 
 
 class Engine:
@@ -139,7 +139,7 @@ class Engine:
         self._extra = False  # scripts keep something in checkpoints that nobody else knows
         self._stopping: Callable[[], bool] = lambda: False
         self._unnoted: _Done | None = None  # the last step, until the device has decided it
-        self._loss: float | None = None
+        self._last: StepResult | None = None
         self._validation: float | None = None
         self.longest_s: float | None = None
         """Seconds of the longest step."""
@@ -194,11 +194,11 @@ class Engine:
         self._mark()
         if self._rescue is not None:
             self.registered.end()
-        self._loss = result.loss
+        self._last = result
         self._note_last()
         memory_bytes = self._peak_memory_bytes() if self._writes else 0
         self._unnoted = _Done(result, done=self.done, seconds=seconds, memory_bytes=memory_bytes)
-        if result.late is None:  # else its norm is there when the next step has its loss
+        if not result.is_late:  # else it is all there when the next step is done
             self._note_last()
         if self._sites is not None:
             self._sites.after(result)
@@ -263,6 +263,7 @@ class Engine:
         Raises CheckpointError if a rank cannot write, NumericsError if the last step was skipped or the state is not finite.
         """
         with self._phase("writing a checkpoint"):
+            self._worker.finish()
             self._note_last()
             try:
                 self._skipped.require_none(self.done)
@@ -338,7 +339,7 @@ class Engine:
         self._note_last()
         return Outcome(
             steps=self.done,
-            loss=self._loss,
+            loss=None if self._last is None else self._last.loss,
             validation_loss=self._validation,
             interrupted=interrupted,
             seconds=time.perf_counter() - self._started_s,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from heterodyne.plan.lower import Lowered
 from heterodyne.plan.program import REDUCTIONS, Action, Program
 from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.comm.work import Work
@@ -24,6 +25,7 @@ from heterodyne.runtime.records.recorder import Recorder
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.host_link import Readback
 from heterodyne.runtime.stages.stage_builder import StageRuntime
+from heterodyne.runtime.step_result import LateLoss
 from heterodyne.runtime.weights.clipping import Clipping
 from heterodyne.runtime.weights.gradients import GradientBuckets
 from heterodyne.runtime.weights.loss_scale import LossScale
@@ -44,6 +46,7 @@ class Step:
 
     Args:
         number: the step, which the draws depend on.
+        first: the number of its first micro-batch for stages and messages: 0, but for steps that begin while others are under way.
         source: the global batch.
         parts: the stages of this rank, for inputs of its shapes.
         sizes: of each micro-batch of this rank's pipeline.
@@ -70,6 +73,7 @@ class Step:
     spans: Mapping[int, Sequence[tuple[int, int]]]
     slices: Mapping[int, Mapping[str, Tensor]]
     weights: Weights
+    first: int = 0
     numbers: Mapping[str, Tensor] = field(default_factory=dict)
     learning_rate: float | None = None
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -87,7 +91,7 @@ class Executor:
 
     Args:
         rank: this one.
-        program: of all ranks; an idle rank has an empty list.
+        lowered: the plan, with the program of all ranks; an idle rank has an empty list.
         loss_stage: the stage of this rank that makes the loss; None: another rank has it.
         gradients: of its parameters.
         weights: what it updates; ``optimizer`` has the learning rate.
@@ -104,7 +108,7 @@ class Executor:
         self,
         *,
         rank: int,
-        program: Program,
+        lowered: Lowered,
         loss_stage: int | None,
         gradients: GradientBuckets,
         weights: MasterWeights,
@@ -139,10 +143,13 @@ class Executor:
         )
         self._recorder = recorder
         self._watch = watch
-        self.follow(program)
+        self.follow(lowered)
 
-    def follow(self, program: Program) -> None:
-        """Run this program from the next step on: that of the same plan, for another graph of the model."""
+    def follow(self, lowered: Lowered) -> None:
+        """Run what this plan lowers to from the next step on: that of the same plan, for another graph of the model."""
+        self._obey(lowered.program)
+
+    def _obey(self, program: Program) -> None:
         self._program = program
         self._actions = program.ranks[self._rank]
         self._names = [str(action) for action in self._actions]
@@ -152,7 +159,16 @@ class Executor:
         # A whole backward completes gradients while it goes on; the halves of one complete them at their end.
         self._last_of_stage = {a.stage: a for a in self._actions if a.kind == "B"}
 
-    def run(self, step: Step, *, update: bool = True) -> float:
+    def finish(self) -> bool:
+        """End what an earlier step has left to do, and return whether there was anything: here each step ends before the next begins."""
+        return False
+
+    @property
+    def under_way(self) -> bool:
+        """Return whether a step has begun that has not ended on all ranks."""
+        return False
+
+    def run(self, step: Step, *, update: bool = True) -> float | LateLoss:
         """Do the actions; without ``update`` only those that make gradients. Returns the loss of the global batch.
 
         The loss travels while the gradients do: sent after the update it would make fast ranks wait for slow ones twice a step.
@@ -255,42 +271,46 @@ class Executor:
         self._recorder.collective(action, started, self._sharded.unshard(bucket, timed=self._recorder.on))
 
     def _pass(self, action: Action, name: str, step: Step, index: int) -> None:
-        stage, kind, stages = action.stage, action.kind, step.parts.stages
+        stage, kind, stages, number = action.stage, action.kind, step.parts.stages, step.first + index
         if kind in ("RECV_F", "RECV_B"):
             if self._watch is not None:
                 self._watch.waiting(name)
             receive = stages.receive_forward if kind == "RECV_F" else stages.receive_backward
             with self._recorder.during(action, "comm"):
-                receive(stage, index)
+                receive(stage, number)
             return
         if kind in ("SEND_F", "SEND_B"):
             send = stages.send_forward if kind == "SEND_F" else stages.send_backward
-            send(stage, index)
+            send(stage, number)
             return
         if kind in ("OFFLOAD", "RELOAD"):
             move = stages.offload if kind == "OFFLOAD" else stages.reload
             with self._recorder.during(action, "comm"):
-                move(stage, index)
+                move(stage, number)
             return
         if self._sharded is not None and kind != "W":
             if self._watch is not None:
                 self._watch.waiting("UNSHARD")
             self._sharded.wait(stage)
         has_loss = stage == self._loss_stage
-        weight = step.weights.of(index) if has_loss and kind in ("B", "I") else 0.0
+        weight = self._weight(step, index) if has_loss and kind in ("B", "I") else 0.0
         weight *= self._scale.value if self._scale is not None else 1.0
         self._turn(name)
         with self._recorder.during(action):
             if kind == "F":
                 self._do_forward(stage, index, step)
             elif kind == "R":
-                stages.recompute(stage, index)
+                stages.recompute(stage, number)
             elif kind == "W":
-                stages.weights(stage, index)
+                stages.weights(stage, number)
             else:
                 if self._last_of_stage.get(stage) is action:
                     self._gradients.begin_last_backward(stage)
-                stages.backward(stage, index, weight, half=kind == "I")
+                stages.backward(stage, number, weight, half=kind == "I")
+
+    def _weight(self, step: Step, index: int) -> float:
+        """Return how much a micro-batch counts in the loss of the batch."""
+        return step.weights.of(index)
 
     def _do_forward(self, stage: int, index: int, step: Step) -> None:
         first, count = step.spans[stage][index]
@@ -300,7 +320,7 @@ class Executor:
         self.inputs = inputs
         self.elements += sum(tensor.numel() for tensor in inputs.values())
         inputs = {**inputs, **step.weights.divisors, **step.numbers}
-        loss = step.parts.stages.forward(stage, index, inputs, step.number, range(first, first + count))
+        loss = step.parts.stages.forward(stage, step.first + index, inputs, step.number, range(first, first + count))
         if loss is not None:
             step.losses[index] = loss.detach()
             if loss.device.type != "cpu":
@@ -330,7 +350,7 @@ class Executor:
         self._turn("reading the losses")
         # As wide as Python's numbers. The device goes on with the backward meanwhile.
         values = Readback(list(step.losses.values()), self._ready).get() if step.losses else []
-        weights = [step.weights.of(index) for index in step.losses]
+        weights = [self._weight(step, index) for index in step.losses]
         on_device = step.may_be_late and self._clipping.on_device and decides_on_device(self._optimizer)
         others = float(self._gradients.differs), float(self._moves.told()), float(on_device)
         loss = torch.tensor([*weighted_sum(weights, values), *others], dtype=torch.float64)

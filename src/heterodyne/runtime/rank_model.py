@@ -40,6 +40,7 @@ from heterodyne.runtime.weights.optimizer import (
 from heterodyne.runtime.weights.outside_moves import OutsideMoves
 from heterodyne.runtime.weights.ownership import Ownership
 from heterodyne.runtime.weights.planned_gradients import bucket_channels, completed_gradients, ranges_by_rank
+from heterodyne.runtime.weights.predicted import PredictedWeights, require_moments
 from heterodyne.runtime.weights.sharded_parameters import ShardedParameters
 from heterodyne.runtime.weights.trainable import require_none_unfrozen, trainable_parameters
 from heterodyne.runtime.weights.worker_state import WorkerState
@@ -200,6 +201,20 @@ class RankModel:
         }
         process_group = self._communicator.process_group(self._placement.active)
         return Clipping(self.masters, self.parameters, counted, largest, process_group)
+
+    def require_predictable(self, largest: float) -> None:
+        """Raise PlanError if weights cannot be predicted between steps; ``largest``: see `clipping`."""
+        require_moments(self.optimizer)
+        if largest:
+            raise PlanError(
+                f"gradients are clipped to a norm of {largest:g}, which takes those of all ranks, and with predicted weights "
+                "('async: predicted') ranks update at different times: write training.clip_grad_norm: 0 (clip_grad_norm=0), or leave "
+                "'async' out"
+            )
+
+    def predicted(self) -> PredictedWeights:
+        """Return what predicts the weights of this rank."""
+        return PredictedWeights(self._module, self.parameters, self.masters.updated, self.optimizer)
 
     def statistics(self, graph: ModelGraph) -> dict[str, Tensor]:
         """Return the buffers that a forward of this graph changes."""

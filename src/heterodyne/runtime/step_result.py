@@ -7,9 +7,30 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from heterodyne.runtime.comm.work import Work
+from heterodyne.runtime.exact.weighting import known_loss
 from heterodyne.runtime.stages.host_link import Readback
 
-__all__ = ["StepResult"]
+__all__ = ["LateLoss", "StepResult"]
+
+
+class LateLoss:
+    """The loss of a step that has not ended on all ranks.
+
+    Args:
+        sums: what `known_loss` reads, once ``sent`` is over: the all-reduce of it.
+    """
+
+    def __init__(self, sums: Tensor, sent: Work) -> None:
+        self._sums, self._sent = sums, sent
+        self._known: float | None = None
+
+    def get(self) -> float:
+        """Return it; waits until all ranks have run the forwards of the step. Raises DataError as `known_loss` does."""
+        if self._known is None:
+            self._sent.wait()
+            self._known = known_loss(self._sums[:2])
+        return self._known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +39,7 @@ class StepResult:
 
     Args:
         step: counted from 0.
-        loss: of the global batch, exactly as one device would have it.
+        told: the loss; what gives it, where the step has not ended on all ranks.
         lr: the learning rate that was used.
         samples: of this rank.
         count: what the loss counts in the global batch (samples, or tokens).
@@ -32,7 +53,7 @@ class StepResult:
     """
 
     step: int
-    loss: float
+    told: float | LateLoss
     lr: float
     samples: int
     count: float
@@ -43,6 +64,17 @@ class StepResult:
     found: str | None = None
     late: Readback | None = None
     slower: str | None = None
+
+    @property
+    def loss(self) -> float:
+        """The loss of the global batch, exactly as one device would have it. With predicted weights it waits for the other ranks: a script
+        that reads it a step later makes none wait."""
+        return self.told.get() if isinstance(self.told, LateLoss) else self.told
+
+    @property
+    def is_late(self) -> bool:
+        """Whether loss or norm are known only when the next step is under way."""
+        return self.late is not None or isinstance(self.told, LateLoss)
 
     @property
     def grad_norm(self) -> float | None:

@@ -6,12 +6,13 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from heterodyne.errors import CheckpointError, DataError
+from heterodyne.errors import CheckpointError, DataError, PlanError
 from heterodyne.job import OptimizerSection
 from heterodyne.loss_count import LossCount
 from heterodyne.plan.lower import Lowered
@@ -19,6 +20,7 @@ from heterodyne.plan.placement import RankRole
 from heterodyne.plan.precision import Precision
 from heterodyne.processes.heap import trim_heap
 from heterodyne.runtime.assignment import Assignment
+from heterodyne.runtime.asynchronous import AsynchronousExecutor
 from heterodyne.runtime.batch_work import BatchWork
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.evaluation import eval_mode, evaluate
@@ -176,7 +178,7 @@ class Worker:
 
         def switched(variant: Variant) -> None:
             held.expect(variant.assignment)
-            self._executor.follow(variant.assignment.lowered.program)
+            self._executor.follow(variant.assignment.lowered)
 
         first = Capture(graph=lowered.graph, loss_count=loss_count, programs=stage_programs, left=left)
         stages = stages_of(first, assignment)
@@ -219,9 +221,15 @@ class Worker:
         self._first = True  # no step has been done here
         self._before: dict[str, Tensor] = {}  # statistics as they were before the step under way
         self._settled = None if communicator.device.type == "cpu" else torch.Event(communicator.device)
-        self._executor = Executor(
+        executor: Callable[..., Executor] = Executor
+        if lowered.steady is not None:
+            communicator.agreement.gather_or_raise(partial(held.require_predictable, clip_grad_norm))
+            executor = partial(
+                AsynchronousExecutor, predicted=held.predicted(), disagreement=self._variants.disagreement
+            )
+        self._executor = executor(
             rank=self.rank,
-            program=lowered.program,
+            lowered=lowered,
             loss_stage=self._role.stages[-1] if self._role.last else None,
             gradients=held.gradients,
             weights=held.masters,
@@ -269,9 +277,9 @@ class Worker:
                 work = self._work(batch, number, now)
                 work.may_be_late = self._may_be_late(before)
                 loss = self._executor.run(work)
-        fault = self._model.fault(work, loss, before) if work.skipped else None
+        fault = self._model.fault(work, loss, before) if work.skipped and isinstance(loss, float) else None
         scale = None if self._model.scale is None else self._model.scale.value
-        overflow = work.skipped and scale is not None and scale > 1 and math.isfinite(loss)
+        overflow = work.skipped and scale is not None and scale > 1 and isinstance(loss, float) and math.isfinite(loss)
         if self._model.scale is not None:
             self._model.scale.update(overflow=work.skipped)
             if overflow:
@@ -299,7 +307,7 @@ class Worker:
             self._say(f"step {number + 1}: {slower or 'all ranks and links are as fast as in the first steps again'}")
         return StepResult(
             step=number,
-            loss=loss,
+            told=loss,
             lr=float(self.optimizer.param_groups[0]["lr"]) if work.learning_rate is None else work.learning_rate,
             samples=self._role.micro_batches.samples,
             count=work.weights.total,
@@ -344,7 +352,7 @@ class Worker:
         """The part of the state after `steps_done` steps that this rank answers for, without asking other ranks; None in the middle of
         an update. From any thread, also while a step waits for others.
         """
-        if self._executor.updating:
+        if self._executor.updating or self._executor.under_way:
             return None
         return {**self._model.state.held(self._before), **self._progress(), **self._of_averages(WeightAverage.held)}
 
@@ -370,6 +378,7 @@ class Worker:
         now = self._variants.step(step)
         work = self._work(batch, step, now)
         loss = self._executor.run(work, update=False)
+        assert isinstance(loss, float)  # of a step that is flushed
         if work.unlike:
             raise self._variants.disagreement()
         if not self._role.active:
@@ -436,7 +445,14 @@ class Worker:
         with self._variants.writes.excepted():
             yield
 
+    def finish(self) -> None:
+        """End the latest step on all ranks, where the next one would have done so. Collective."""
+        if self._executor.finish():
+            self._model.leave(look=is_looked_at(self.steps_done))
+            self._variants.writes.leave()
+
     def _bring_together(self) -> None:
+        self.finish()
         self._model.replaced.take_over()
         with self._variants.writes.excepted():
             self._model.moves.bring_together()
@@ -449,6 +465,11 @@ class Worker:
 
     def average(self, decay: float) -> WeightAverage:
         """Keep one more average of the weights: that which was loaded in its place, or one that begins with them as they are."""
+        if self._lowered.steady is not None:
+            raise PlanError(
+                "with predicted weights ('async: predicted') ranks update their parts of the model at different times, so that no average "
+                "of the weights is kept: leave 'async' or the average out"
+            )
         found = self._loaded.pop(len(self._averages), None) or self._model.average(decay)
         found.decay = decay
         self._averages.append(found)

@@ -60,7 +60,7 @@ def predict(model: CostModel, made: Plan, runs: Mapping[str, MicroBatchChoice]) 
     """The plan with its prediction filled in, and how it plays. Raises PlanError for a plan that cannot run."""
     lowered = lower(made, model.graph, model.cluster, clip=model.recipe.clip)
     costs = model.of(made, lowered.weights)
-    simulation = simulate(lowered.program, costs)
+    simulation = simulate(lowered.program, costs, steady=lowered.steady)
     shares = state_shares(made) if made.zero else None
     between = traffic_between_hosts(model.cluster, model.collectives, costs.routes, lowered.weights.buckets, shares)
     samples_per_s = made.global_batch_size / simulation.step_s if simulation.step_s > 0 else 0.0

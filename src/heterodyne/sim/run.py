@@ -6,18 +6,21 @@ the last backward, at the fraction that `cost` gives; a rank without a micro-bat
 flight, the compute of its ranks is slowed. A pass of a stage sharded over several ranks occupies all of them, from the
 moment at which the last comes to it until they are done together. A message leaves when its rank reaches the SEND, occupies its link,
 and is there a latency later. Copies between a device and its host run beside both, one after the other. CLIP and STEP wait for every
-reduction of their rank, and a step ends when what it gathers is there. Steps follow each other at once, as they do in training.
+reduction of their rank, and a step ends when what it gathers is there. Steps follow each other at once, as they do in training; those of
+an asynchronous schedule are played one behind the other until the pipeline is full, and then some.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from heterodyne.cost.step import StepCosts
 from heterodyne.plan.program import Action, Program
+from heterodyne.plan.schedules.asynchronous import unrolled
 from heterodyne.sim.memory import host_peak, in_passes, peak
 from heterodyne.sim.passes import exchange_s
 from heterodyne.sim.tasks import Tasks
@@ -45,6 +48,7 @@ class _Played:
     costs: StepCosts
     tasks: Tasks
     steps: int
+    micro_batches: int | None = None  # of a batch, where several batches were played as one step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +78,14 @@ class Simulation:
         """For each rank, the share of a step in which it waits."""
         return tuple(wait / self.step_s if self.step_s > 0 else 0.0 for wait in self.wait_s)
 
-    @cached_property
+    @property
     def spans(self) -> tuple[Span, ...]:
         """Every action, of all steps that were played."""
+        count = self._played.micro_batches
+        return self._spans if count is None else tuple(_by_batch(self._spans, count))
+
+    @cached_property
+    def _spans(self) -> tuple[Span, ...]:
         tasks = self._played.tasks
         start, end, released = tasks.engine.start, tasks.engine.end, tasks.engine.released
         spans = []
@@ -125,7 +134,7 @@ class Simulation:
         made = in_passes(actions, costs)
         begin = alive = costs.fixed_bytes - costs.coming_bytes
         points, step = [(0.0, alive)], 0
-        for span in self.spans:
+        for span in self._spans:
             if span.rank == rank and span.lane == "compute":
                 if span.step > step:
                     alive, step = begin, span.step
@@ -136,8 +145,21 @@ class Simulation:
         return tuple(points)
 
 
-def simulate(program: Program, costs: StepCosts, *, steps: int = 2) -> Simulation:
-    """Play ``steps`` steps (at least 2, the first one starts cold).
+def _by_batch(spans: Sequence[Span], micro_batches: int) -> Iterator[Span]:
+    """Yield the spans of several batches that were played as one step, each with its batch as its step."""
+    updates: Counter[int] = Counter()
+    for span in spans:
+        if span.action.index is None:
+            batch, index = updates[span.rank], None
+            updates[span.rank] += 1
+        else:
+            batch, index = divmod(span.action.index, micro_batches)
+        yield span._replace(step=batch, action=replace(span.action, index=index))
+
+
+def simulate(program: Program, costs: StepCosts, *, steps: int = 2, steady: Program | None = None) -> Simulation:
+    """Play ``steps`` steps (at least 2, the first one starts cold). ``steady``: what ranks do from one step to the next, if they do not
+    flush them; memory is that of a step by itself.
 
     Raises PlanError for a program that would wait for ever, naming the actions, or whose actions have no costs.
     """
@@ -152,6 +174,9 @@ def simulate(program: Program, costs: StepCosts, *, steps: int = 2) -> Simulatio
     busy = tuple(load[:ranks])
     # What runs ahead into the next step shows its own pace only after many of them.
     step_s = max([finish[1] - finish[0], *load])
+    played = _Played(program=program, costs=costs, tasks=tasks, steps=steps)
+    if steady is not None:
+        step_s, busy, played = _played_on(steady, costs)
     return Simulation(
         step_s=step_s,
         busy_s=busy,
@@ -159,5 +184,25 @@ def simulate(program: Program, costs: StepCosts, *, steps: int = 2) -> Simulatio
         peak_bytes=tuple(peak(a, c) for a, c in zip(program.ranks, costs.ranks, strict=True)),
         host_bytes=tuple(host_peak(a, c) for a, c in zip(program.ranks, costs.ranks, strict=True)),
         exchange_s=tuple(exchange_s(a, c) for a, c in zip(program.ranks, costs.ranks, strict=True)),
-        _played=_Played(program=program, costs=costs, tasks=tasks, steps=steps),
+        _played=played,
     )
+
+
+def _played_on(steady: Program, costs: StepCosts) -> tuple[float, tuple[float, ...], _Played]:
+    """Return the period of steps that are not flushed, the seconds of each rank in one, and what was played."""
+    batches = 2 * sum(map(bool, steady.ranks)) + 2
+    program = Program(ranks=tuple(unrolled(actions, batches) for actions in steady.ranks))
+    repeated = costs.repeated(batches)
+    tasks = Tasks(program, repeated)
+    tasks.engine.run()
+    updates: dict[int, list[float]] = {}
+    for rank, action, _, last in tasks.compute:
+        if action.kind == "STEP":
+            updates.setdefault(rank, []).append(tasks.engine.end[last])
+    # Each rank has updated by all batches but the last; the first half of them has filled the pipeline.
+    first, last = batches // 2, batches - 2
+    step_s = max((own[last] - own[first] for own in updates.values()), default=0.0) / (last - first)
+    busy = tuple(0.0 if own is None else own.compute_s for own in costs.ranks)
+    count = max(sum(action.kind == "F" for action in actions) for actions in steady.ranks)
+    played = _Played(program=program, costs=repeated, tasks=tasks, steps=1, micro_batches=count)
+    return max(step_s, *busy), busy, played

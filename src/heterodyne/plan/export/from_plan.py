@@ -159,6 +159,8 @@ def _stages_a_place(plan: Plan, pipeline: Pipeline) -> int:
         raise PlanError(f"{stages} stages on {places} places: some have more than others")
     if plan.schedule not in SCHEDULES:
         raise PlanError(f"schedule {plan.schedule!r} is not known; it can be {', '.join(SCHEDULES)}")
+    if SCHEDULES[plan.schedule].asynchronous:
+        raise PlanError(f"{plan.schedule} trains with predicted weights, which no other framework runs; take 1F1B")
     wanted = SCHEDULES[plan.schedule].stage_places(places, stages // places)
     for index, (place, other) in enumerate(zip(pipeline.place_of_stage, wanted, strict=True)):
         if place != other:

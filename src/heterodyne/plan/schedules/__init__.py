@@ -6,6 +6,7 @@ Each named schedule is one file with one pure function from places, stages a pla
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from heterodyne.plan.schedules.asynchronous import ASYNCHRONOUS
 from heterodyne.plan.schedules.dual_pipe_v import DUAL_PIPE_V
 from heterodyne.plan.schedules.gpipe import GPIPE
 from heterodyne.plan.schedules.interleaved import INTERLEAVED_1F1B
@@ -32,6 +33,7 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
             ZBV,
             DUAL_PIPE_V,
             SHIFTED_CRITICAL_PATH,
+            ASYNCHRONOUS,
         )
     }
 )

@@ -109,6 +109,8 @@ def named_orders(places: Sequence[int], micro_batches: int, recomputing: frozens
     for schedule in SCHEDULES.values():
         if uneven or schedule.chunks not in (None, chunks) or schedule.stage_places(count, chunks) != tuple(places):
             continue
+        if schedule.asynchronous:
+            continue  # it trains with other weights, and its orders are those of another one
         orders = schedule.orders(count, chunks, micro_batches)
         plain = tuple(tuple(a for a in row if a.kind != "R" or a.stage in recomputing) for row in orders)
         found[schedule.name] = recomputed_ahead(plain, recomputing)

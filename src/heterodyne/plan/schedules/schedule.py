@@ -43,6 +43,7 @@ class Schedule:
         make: from places, chunks and micro-batches (all of them at least 1) to the orders. Read `orders` instead.
         all_at_once: every micro-batch runs forward before any runs backward, even where there is one stage only.
         halves: the two halves of a backward, I and W, run apart.
+        asynchronous: batches follow each other without a flush, so that some forwards run before the update of the batch before them.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Schedule:
     make: Callable[[int, int, int], Orders]
     all_at_once: bool = False
     halves: bool = False
+    asynchronous: bool = False
 
     def orders(self, places: int, chunks: int, micro_batches: int) -> Orders:
         """Return what each place computes, in order. Raises PlanError if the schedule is not for so many stages a place.

@@ -111,17 +111,31 @@ class Transfers:
         self._expected: dict[int, list[_Message]] = {}
         self._posted: dict[tuple[int, _Message], list[RecvWork]] = {}
 
-    def begin(self, program: Sequence[Sequence[Action]], sizes: Sequence[int]) -> None:
-        """Start a step (or an evaluation): the actions of every rank, and the size of each micro-batch."""
+    def begin(self, program: Sequence[Sequence[Action]], sizes: Sequence[int], *, first: int = 0) -> None:
+        """Start a step (or an evaluation): the actions of every rank, and the size of each micro-batch.
+
+        ``first``: the number of its first micro-batch, from which those of its actions are counted; with another one than 0 the messages
+        that earlier steps still wait for come first.
+        """
         self._sizes = sizes
         if program is not self._program:
             others = {rank for ranks in self._team.ranks for rank in ranks} - {self._rank}
             self._program = program
             self._messages = {other: self._from(program[other]) for other in sorted(others)}
-        self._expected = {other: list(messages) for other, messages in self._messages.items()}
-        self._posted = {}
+        coming = {
+            other: [m._replace(micro_batch=first + m.micro_batch) for m in messages if first + m.micro_batch >= 0]
+            for other, messages in self._messages.items()
+        }
+        if first:
+            coming = {other: [*self._expected[other], *messages] for other, messages in coming.items()}
+        else:
+            self._posted = {}
+        self._expected = coming
         for other in self._expected:
             self._make_room(other)
+
+    def _size(self, micro_batch: int) -> int:
+        return self._sizes[micro_batch % len(self._sizes)]
 
     def sends_back(self, stage: int) -> bool:
         """Whether the stage gives gradients to other places."""
@@ -135,7 +149,7 @@ class Transfers:
         """Send what other places read of a stage's values; ``made``: this rank's samples of them, by name."""
         for edge in self._made[stage]:
             for other, routes in self._routes(
-                "SEND_F", edge.maker, edge.reader, self._sizes[index], sends=True
+                "SEND_F", edge.maker, edge.reader, self._size(index), sends=True
             ).items():
                 for value, part, _, dtype in routes:
                     self._p2p.send(as_dtype(_rows(made[value.name], value, part), dtype), other)
@@ -144,7 +158,7 @@ class Transfers:
         """Send the gradients of what a stage has received from other places."""
         for edge in self._read[stage]:
             for other, routes in self._routes(
-                "SEND_B", edge.maker, edge.reader, self._sizes[index], sends=True
+                "SEND_B", edge.maker, edge.reader, self._size(index), sends=True
             ).items():
                 for value, part, _, dtype in routes:
                     self._p2p.send(as_dtype(_rows(gradients[value.name], value, part), dtype), other)
@@ -155,7 +169,7 @@ class Transfers:
         for edge in self._read[stage]:
             parts: dict[str, list[Tensor]] = {value.name: [] for value in edge.values}
             message = _Message("SEND_F", edge.maker, edge.reader, index)
-            for other, routes in self._routes(*message[:3], self._sizes[index], sends=False).items():
+            for other, routes in self._routes(*message[:3], self._size(index), sends=False).items():
                 for arrival, (value, *_) in zip(self._open(other, message), routes, strict=True):
                     parts[value.name].append(as_dtype(arrival.wait(), dtype_of(value)))
             for value in edge.values:
@@ -170,10 +184,10 @@ class Transfers:
         for edge in self._made[stage]:
             if not edge.differentiable:
                 continue  # its reader sends nothing back, and has no action for it where it reads nothing else
-            own = self._slice(edge.maker, self._rank, self._sizes[index])[1]
+            own = self._slice(edge.maker, self._rank, self._size(index))[1]
             found: dict[str, Tensor] = {}
             message = _Message("SEND_B", edge.maker, edge.reader, index)
-            for other, routes in self._routes(*message[:3], self._sizes[index], sends=False).items():
+            for other, routes in self._routes(*message[:3], self._size(index), sends=False).items():
                 for arrival, (value, part, *_) in zip(self._open(other, message), routes, strict=True):
                     _put(found, value, as_dtype(arrival.wait(), dtype_of(value)), part, own)
             for name, gradient in found.items():
@@ -253,7 +267,7 @@ class Transfers:
             open_ += 1
 
     def _post(self, other: int, message: _Message) -> list[RecvWork]:
-        routes = self._routes(*message[:3], self._sizes[message.micro_batch], sends=False)[other]
+        routes = self._routes(*message[:3], self._size(message.micro_batch), sends=False)[other]
         return [self._p2p.receive(route.shape, route.dtype, other) for route in routes]
 
     def _sent_as(self, value: Value, other: int) -> torch.dtype:

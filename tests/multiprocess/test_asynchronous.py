@@ -1,0 +1,150 @@
+"""Asynchronous steps with predicted weights, against one process that does the same by the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heterodyne.graph.ir import ModelGraph
+from heterodyne.job import OptimizerSection
+from heterodyne.runtime.exact.verify import compare
+from heterodyne.runtime.weights.optimizer import learning_rate
+from multiprocess.exactness import SEED, TOTAL_STEPS
+from multiprocess.models import Case, build, captured
+from multiprocess.pool import Pool, World
+from multiprocess.work import PipelineOf, StageOf, copied, staged_worker
+
+ADAMW = OptimizerSection(lr=1e-2, eps=1e-3, warmup_steps=2)
+SGD = OptimizerSection(name="sgd", lr=5e-2, momentum=0.8)
+STEPS = 7
+Cut = tuple[tuple[float, int], ...]
+"""For each stage the part of the ops at which it ends, and its rank."""
+
+
+def pipeline_of(graph: ModelGraph, sizes: Sequence[int], cut: Cut, **more: Any) -> PipelineOf:
+    stages = tuple(StageOf(round(part * len(graph.ops)), (rank,), (1,)) for part, rank in cut)
+    return PipelineOf(tuple(sizes), stages, **more)
+
+
+def batch_of(case: Case, step: int) -> dict[str, Tensor]:
+    return {name: tensor.roll(step, 0) for name, tensor in case.batch.items()}
+
+
+def train(
+    world: World, graph: ModelGraph, pipeline: PipelineOf, optimizer: Any, ends: Sequence[int], recompute: bool
+) -> tuple[list[float], dict[str, Tensor], list[float]]:
+    """Losses, what the model has become, and losses of evaluation, which ends the steps under way after the steps of ``ends``."""
+    case = build(graph, sum(pipeline.sizes))
+    if recompute:
+        whole = [
+            tuple(n for n, b in enumerate(graph.blocks) if start <= b.start < b.stop <= stage.stop)
+            for start, stage in zip([0, *(s.stop for s in pipeline.stages)], pipeline.stages, strict=False)
+        ]
+        stages = [replace(s, recompute=again) for s, again in zip(pipeline.stages, whole, strict=True)]
+        pipeline = replace(pipeline, stages=tuple(stages))
+    worker = staged_worker(world, case, (pipeline,), "Async1F1B", optimizer=optimizer, seed=SEED)
+    results, evaluated = [], []
+    for step in range(STEPS):
+        results.append(worker.step(batch_of(case, step)))
+        if step in ends:
+            evaluated.append(worker.evaluate(case.batch))
+    state = copied(worker.state_dict()["model"])
+    worker.close()
+    return [result.loss for result in results], state, evaluated
+
+
+def by_definition(
+    graph: ModelGraph, pipeline: PipelineOf, section: OptimizerSection, ends: Sequence[int]
+) -> tuple[list[float], dict[str, Tensor]]:
+    """In one process: a forward of micro-batch j on place k reads weights predicted by one update where j < depth k of a step that
+    follows another one at once."""
+    case = build(graph, sum(pipeline.sizes))
+    starts = [0, *(stage.stop for stage in pipeline.stages)]
+    stage_of = {}
+    for number, op in enumerate(graph.ops):
+        for name in op.parameters:
+            stage_of.setdefault(name, sum(number >= start for start in starts[1:]))
+    places = len(pipeline.stages)
+    depth = {name: min(len(pipeline.sizes), places - stage_of.get(name, 0)) - 1 for name in (p.name for p in graph.parameters)}
+    weights = {n: p.detach().clone() for n, p in case.module.named_parameters() if p.requires_grad}
+    decay = {n: section.weight_decay if p.dim() > 1 and "norm" not in n else 0.0 for n, p in weights.items()}
+    first = {n: torch.zeros_like(p) for n, p in weights.items()}
+    second = {n: torch.zeros_like(p) for n, p in weights.items()}
+
+    def moved(name: str, rate: float, done: int, update: Tensor | None) -> Tensor:
+        """AdamW or SGD with momentum, of these moments; ``update`` None: predicted by them as they are."""
+        w, m, v = weights[name], first[name], second[name]
+        if section.name == "sgd":
+            return w - rate * m
+        b1, b2 = section.betas
+        return w * (1 - rate * decay[name]) - rate * (m / (1 - b1**done)) / ((v / (1 - b2**done)).sqrt() + section.eps)
+
+    losses, gradients = [], None
+    for step in range(STEPS + 1):
+        predicted = weights
+        if gradients is not None:
+            rate = learning_rate(section, step - 1, TOTAL_STEPS)
+            if step > 1 and step - 1 not in ends:
+                predicted = {n: moved(n, rate, step - 1, None) for n in weights}
+            for name, gradient in gradients.items():
+                if section.name == "sgd":
+                    gradient = gradient + decay[name] * weights[name]
+                    first[name] = section.momentum * first[name] + gradient if step > 1 else gradient
+                else:
+                    b1, b2 = section.betas
+                    first[name] = b1 * first[name] + (1 - b1) * gradient
+                    second[name] = b2 * second[name] + (1 - b2) * gradient**2
+            weights = {n: moved(n, rate, step, gradients[n]) if n in gradients else weights[n] for n in weights}
+        if step == STEPS:
+            break
+        flushed = step == 0 or step - 1 in ends
+        batch, at, parts = batch_of(case, step), 0, []
+        buffers = dict(case.module.named_buffers())
+        for size in pipeline.sizes:
+            part = {n: t[at : at + size] for n, t in batch.items()}
+            parts.append((part, case.count.statistics(part, size, buffers)))
+            at += size
+        whole = torch.stack([statistics for _, statistics in parts]).sum(0)
+        gradients, total = {}, 0.0
+        for j, (part, statistics) in enumerate(parts):
+            read = {
+                n: (w if flushed or j >= depth[n] else predicted[n]).clone().requires_grad_()
+                for n, w in weights.items()
+            }
+            out = torch.func.functional_call(case.module, read, kwargs=part)
+            loss = (out["loss"] if isinstance(out, dict) else out) * case.count.weight(statistics, whole)
+            for n, g in zip(read, torch.autograd.grad(loss, list(read.values()), allow_unused=True), strict=True):
+                if g is not None:
+                    gradients[n] = gradients.get(n, 0) + g
+            total += loss.item()
+        losses.append(total)
+    return losses, weights
+
+
+THREE: Cut = ((0.3, 2), (0.75, 0), (1.0, 1))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "section", "ends", "recompute"),
+    [
+        ((2, 1, 2, 1, 2), ADAMW, (), False),
+        ((1, 2, 1), ADAMW, (2, 4), True),
+        ((2, 2, 1, 1), SGD, (3,), False),
+        ((3, 1), ADAMW, (), False),
+    ],
+)
+def test_steps_are_those_of_the_definition(
+    pool: Pool, sizes: tuple[int, ...], section: OptimizerSection, ends: tuple[int, ...], recompute: bool
+) -> None:
+    graph = captured("llama")
+    pipeline = pipeline_of(graph, sizes, THREE)
+    expected_losses, expected = by_definition(graph, pipeline, section, ends)
+    for losses, state, evaluated in pool.run(4, train, graph, pipeline, section, ends, recompute):
+        assert losses == pytest.approx(expected_losses, rel=1e-5)
+        assert compare(0.0, state, 0.0, {**state, **expected}).largest <= 1e-4
+        assert len(evaluated) == len(ends)
