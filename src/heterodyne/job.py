@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from heterodyne.arguments import checked_arguments
 from heterodyne.documents import Section, Whole, read_yaml, validate
@@ -264,7 +264,11 @@ class ParallelismSection(Section):
             0 to believe the prediction; ``auto``: a twentieth of the training, 30 s at most.
         check_s: the seconds that may be spent on comparing the captured graph and the parts of a batch with the model itself, once
             a model and before anything is measured; 0 to leave it out.
+        asynchronous: written ``async``. ``predicted``: pipelines are not flushed between steps, and forwards that run before the update of
+            the step before read weights that the moments of the optimizer predict (XPipe): **inexact**, and never chosen otherwise.
     """
+
+    model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
 
     strategy: Strategy = "auto"
     micro_batch_sizes: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=64)] | Literal["auto"] = "auto"
@@ -272,6 +276,13 @@ class ParallelismSection(Section):
     bucket_size: Bytes | Literal["auto"] = "auto"
     rehearsal_s: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
     check_s: Annotated[float, Field(ge=0)] = 10.0
+    asynchronous: Annotated[Literal["predicted"] | None, Field(alias="async")] = None
+
+    @model_validator(mode="after")
+    def _of_pipelines(self) -> Self:
+        if self.asynchronous is not None and self.strategy not in ("auto", "pipeline"):
+            raise ValueError(f"async goes with strategy pipeline, not with {self.strategy}: it is about pipelines")
+        return self
 
 
 class CheckpointSection(Section):
@@ -320,6 +331,28 @@ class Job(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     metrics: MetricsSection = MetricsSection()
     relative_to: str | None = None
+
+    @field_validator("parallelism")
+    @classmethod
+    def _predictable(cls, value: ParallelismSection, info: ValidationInfo) -> ParallelismSection:
+        training, optimizer = info.data.get("training"), info.data.get("optimizer")
+        if value.asynchronous is None or training is None or optimizer is None:
+            return value
+        wrong = []
+        if training.clip_grad_norm:
+            wrong.append("training.clip_grad_norm: 0, for when one device updates no other has its gradients yet")
+        if training.precision == "fp16":
+            wrong.append("training.precision bf16 or fp32, for a loss scale takes one decision of all devices")
+        if training.sync is not None:
+            wrong.append("no training.sync: sites take the weights after each step")
+        if optimizer.name not in ("adamw", "sgd") or (optimizer.name == "sgd" and not optimizer.momentum):
+            wrong.append(
+                "optimizer.name adamw, or sgd with momentum: it predicts weights by moments, which "
+                f"{'sgd without momentum' if optimizer.name == 'sgd' else optimizer.name} lacks"
+            )
+        if wrong:
+            raise ValueError("async: predicted goes with " + "; with ".join(wrong))
+        return value
 
     @classmethod
     @checked_arguments

@@ -70,7 +70,10 @@ def by_definition(
         for name in op.parameters:
             stage_of.setdefault(name, sum(number >= start for start in starts[1:]))
     places = len(pipeline.stages)
-    depth = {name: min(len(pipeline.sizes), places - stage_of.get(name, 0)) - 1 for name in (p.name for p in graph.parameters)}
+    depth = {
+        name: min(len(pipeline.sizes), places - stage_of.get(name, 0)) - 1
+        for name in (p.name for p in graph.parameters)
+    }
     weights = {n: p.detach().clone() for n, p in case.module.named_parameters() if p.requires_grad}
     decay = {n: section.weight_decay if p.dim() > 1 and "norm" not in n else 0.0 for n, p in weights.items()}
     first = {n: torch.zeros_like(p) for n, p in weights.items()}

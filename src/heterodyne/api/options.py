@@ -74,6 +74,7 @@ class PlanOptions:
         check_s: those that may be spent on comparing the captured graph and the parts of a batch with the model itself, once a model
             and before anything is measured; 0 to leave it out.
         profile: what was measured before; None: measured now, or taken from the cache where it still holds.
+        asynchronous: ``"predicted"``: as ``parallelism.async`` of a job: pipelines that are not flushed, with predicted weights. Inexact.
     """
 
     plan: Plan | Path | str = "auto"
@@ -83,6 +84,7 @@ class PlanOptions:
     rehearsal_s: float | Literal["auto"] = "auto"
     check_s: float = 10.0
     profile: Profile | None = None
+    asynchronous: Literal["predicted"] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.plan, PlanOptions):
@@ -99,6 +101,7 @@ class PlanOptions:
             measure_s=self.measure_s,
             rehearsal_s=self.rehearsal_s,
             check_s=self.check_s,
+            asynchronous=self.asynchronous,
         )
 
 

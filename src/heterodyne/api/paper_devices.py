@@ -55,5 +55,5 @@ def planned_by_device(job: Job, cluster: Cluster, profile: Profile, graph: Model
         bucket_bytes=None if buckets == "auto" else buckets,
         clip=job.training.clip_grad_norm > 0,
         strategy=job.parallelism.strategy,
-        able=Capabilities(graph, job.optimizer.reach),
+        able=Capabilities(graph, job.optimizer.reach, asynchronous=job.parallelism.asynchronous is not None),
     )

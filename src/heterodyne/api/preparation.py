@@ -204,15 +204,16 @@ class _Planning:
                 session.together(lambda: whole.build(torch.device("cpu")) if first else whole.empty()),
                 None,
             )
+            prepared = self.prepared(profile, plan, None)
             return make_worker(
                 session,
-                self.prepared(profile, plan, None),
+                prepared,
                 model,
                 stored=stored,
                 optimizer=self.settings.optimizer,
                 total_steps=1,
                 seed=0,
-                clip_grad_norm=1.0,
+                clip_grad_norm=float(prepared.lowered.clip),
                 compile=self.settings.compile,
             )
 

@@ -160,6 +160,7 @@ class _Stage:
         worker = self.make(plan)
         stack.callback(worker.close)
         worker.step(self.batch)  # the first one makes what the others use
+        worker.finish()
         return worker
 
     def _turn_s(self, worker: Worker) -> float:
@@ -172,7 +173,9 @@ class _Stage:
         for _ in range(self.program.steps):
             worker.step(self.batch)
         self._wait()
-        return max(communicator.all_gather_object((time.perf_counter() - begun_s) / self.program.steps))
+        seconds = (time.perf_counter() - begun_s) / self.program.steps
+        worker.finish()
+        return max(communicator.all_gather_object(seconds))
 
     def _wait(self) -> None:
         if self.session.device.type != "cpu":

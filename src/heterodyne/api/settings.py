@@ -38,7 +38,8 @@ class Settings:
 
     def able(self, graph: ModelGraph) -> Capabilities:
         """Return what runs exactly for this model."""
-        return Capabilities(graph, self.reach.reach, self.module_only)
+        predicts = self.parallelism.asynchronous is not None
+        return Capabilities(graph, self.reach.reach, self.module_only, asynchronous=predicts)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from heterodyne.cost.step_transients import GradientBuildUp, StepTransients, by_
 from heterodyne.graph.cut import Crossing
 from heterodyne.graph.size import Size
 from heterodyne.plan.buckets import Bucket, room_bytes
-from heterodyne.plan.order import orders_of
+from heterodyne.plan.order import is_asynchronous, orders_of
 from heterodyne.plan.plan import Plan, Stage
 from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.asynchronous import depth_of, predicted_versions
@@ -104,7 +104,7 @@ class RankStep:
 
     def _predicted_versions(self) -> int:
         """Return how many predicted versions of its weights the rank holds at a time."""
-        if not SCHEDULES[self.plan.schedule].asynchronous:
+        if not is_asynchronous(self.plan):
             return 0
         place = self.at.pipeline.places.index(next(iter(self.at.stages.values())).devices)
         depth = depth_of(orders_of(self.plan.schedule, self.at.pipeline)[place])

@@ -17,9 +17,8 @@ from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Reach, Strategy
 from heterodyne.plan.mesh import count_of
-from heterodyne.plan.order import orders_of
+from heterodyne.plan.order import is_asynchronous, orders_of
 from heterodyne.plan.plan import Pipeline, Plan, Stage
-from heterodyne.plan.schedules import SCHEDULES
 
 __all__ = [
     "CUTTING",
@@ -213,7 +212,9 @@ TRAITS: tuple[Trait, ...] = (
     Trait(
         name="predicted weights",
         why=lambda able: "weights are predicted ('async')" if able.asynchronous else None,
-        refuses=frozenset({*_IN_PARTS, *SHARDING, "offload", "activation_offload", "split_backward", "unlike_pipelines"}),
+        refuses=frozenset(
+            {*_IN_PARTS, *SHARDING, "offload", "activation_offload", "split_backward", "unlike_pipelines"}
+        ),
         of="optimizer",
     ),
     Trait(
@@ -234,8 +235,8 @@ def runs_at_all(feature: Feature) -> bool:
 class Capabilities:
     """What runs exactly for one model.
 
-    ``reach``: what its optimizer must see at once; ``asynchronous``: whether weights are predicted between steps; ``module_only``: why no plan may run pieces of its graph, as a check has found; "" if
-    they may.
+    ``reach``: what its optimizer must see at once; ``asynchronous``: whether weights are predicted between steps; ``module_only``: why no
+    plan may run pieces of its graph, as a check has found; "" if they may.
     """
 
     graph: ModelGraph
@@ -301,7 +302,7 @@ def uses(plan: Plan) -> Iterator[Use]:
     if len(counts) > 1:
         how = f"runs pipelines of {', '.join(map(str, sorted(counts)))} micro-batches beside each other"
         yield Use(feature="unequal_counts", where="the plan", how=how)
-    if plan.schedule in SCHEDULES and SCHEDULES[plan.schedule].asynchronous:
+    if is_asynchronous(plan):
         yield Use(feature="asynchronous", where="the plan", how=f"trains with predicted weights ({plan.schedule})")
     if len({_cuts(pipeline) for pipeline in plan.pipelines}) > 1:
         yield Use(

@@ -14,11 +14,10 @@ from heterodyne.plan.capabilities import Capabilities, has_shares
 from heterodyne.plan.check_state import faults_of_mesh, faults_of_state, faults_of_state_shards
 from heterodyne.plan.kept import kept_ops, unknown, why_not_kept
 from heterodyne.plan.mesh import count_of
-from heterodyne.plan.order import orders_of
+from heterodyne.plan.order import is_asynchronous, orders_of
 from heterodyne.plan.plan import Pipeline, Plan, Stage
 from heterodyne.plan.precision import precision_of
-from heterodyne.plan.schedules import SCHEDULES
-from heterodyne.plan.schedules.asynchronous import one_batch
+from heterodyne.plan.schedules.asynchronous import ahead, depth_of
 from heterodyne.plan.sharded_stage import shard_stage
 from heterodyne.plan.weights import PlannedWeights
 
@@ -66,7 +65,7 @@ def _checked(
 
 def _of_asynchronous(plan: Plan, cluster: Cluster, weights: PlannedWeights) -> list[str]:
     """Weights are predicted by the rank that alone updates them, whole and on its device, in the order of 1F1B."""
-    if not SCHEDULES[plan.schedule].asynchronous:
+    if not is_asynchronous(plan):
         return []
     broken = []
     shared = next((bucket for bucket in weights.buckets if len(bucket.owners) > 1), None)
@@ -78,17 +77,21 @@ def _of_asynchronous(plan: Plan, cluster: Cluster, weights: PlannedWeights) -> l
         )
     for index, stage in enumerate(plan.pipelines[0].stages):
         if stage.offload or stage.offload_activations:
-            broken.append(f"stage {index} keeps something in host memory, and {plan.schedule} predicts weights on the device: leave it out")
+            broken.append(
+                f"stage {index} keeps something in host memory, and {plan.schedule} predicts weights on the device: leave it out"
+            )
     narrow = [d for d in plan.devices if precision_of(plan.precision, cluster.device(d).kind) == "fp16"]
     if narrow:
         broken.append(
-            f"{narrow[0]} computes in fp16, whose loss scale takes one decision of all devices a step, and {plan.schedule} makes none: take bf16 or fp32"
+            f"{narrow[0]} computes in fp16, whose loss scale takes one decision of all devices a step, and {plan.schedule} makes none: "
+            "take bf16 or fp32"
         )
     for place, order in enumerate(orders_of(plan.schedule, plan.pipelines[0])):
-        if order != one_batch(order):
+        count = sum(action.kind == "F" for action in order)
+        if order and order != ahead(order[0].stage, depth_of(order), count):
             broken.append(
-                f"place {place} has an order of its own that is not forwards, then a backward and a forward in turn: {plan.schedule} goes on "
-                "with that from batch to batch"
+                f"place {place} has an order of its own that is not forwards, then a backward and a forward in turn, with which "
+                f"{plan.schedule} goes on from batch to batch"
             )
     return broken
 

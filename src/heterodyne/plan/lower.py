@@ -19,12 +19,11 @@ from heterodyne.errors import PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.check import require_valid
-from heterodyne.plan.order import orders_of
+from heterodyne.plan.order import is_asynchronous, orders_of
 from heterodyne.plan.placement import Placement
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.program import Action, Program
 from heterodyne.plan.realign import realigned
-from heterodyne.plan.schedules import SCHEDULES
 from heterodyne.plan.schedules.asynchronous import steady
 from heterodyne.plan.traffic import RankSpec, Traffic, rank_specs
 from heterodyne.plan.unsharding import RankPasses, with_unsharding
@@ -62,11 +61,8 @@ class Lowered:
 
     @property
     def steady(self) -> Program | None:
-        """Return what each rank does from one step to the next, where the schedule is asynchronous; None where steps are flushed, as on
-        one place they always are."""
-        if not SCHEDULES[self.plan.schedule].asynchronous or len(self.plan.pipelines[0].places) == 1:
-            return None
-        return Program(ranks=tuple(map(steady, self.program.ranks)))
+        """Return what each rank does from one step to the next, where the schedule is asynchronous; None where steps are flushed."""
+        return Program(ranks=tuple(map(steady, self.program.ranks))) if is_asynchronous(self.plan) else None
 
 
 def lower(
@@ -74,11 +70,12 @@ def lower(
 ) -> Lowered:
     """Lower a plan. Raises PlanError with every rule that it breaks.
 
-    ``clip`` adds gradient clipping, which asynchronous schedules have none of. ``able``: what runs exactly; None: what does for the model, whatever its optimizer.
+    ``clip`` adds gradient clipping, which asynchronous schedules have none of. ``able``: what runs exactly; None: what does for the model,
+    whatever its optimizer.
     """
     able = able or Capabilities(graph)
     weights = require_valid(plan, graph, cluster, able)
-    clip = clip and not SCHEDULES[plan.schedule].asynchronous  # when one rank updates, others have no gradients yet
+    clip = clip and not is_asynchronous(plan)  # when one rank updates, others have no gradients yet
     return _lowered(plan, cluster, able, rank_specs(plan, graph, cluster, weights), weights, clip)
 
 

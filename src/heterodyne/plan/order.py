@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from heterodyne.errors import PlanError
-from heterodyne.plan.plan import Pipeline
+from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.program import Action
 from heterodyne.plan.schedules import SCHEDULES, Orders
 from heterodyne.plan.schedules.gpipe import GPIPE, stage_by_stage
 
-__all__ = ["orders_of"]
+__all__ = ["INEXACT", "is_asynchronous", "orders_of"]
+
+INEXACT = (
+    "INEXACT, as asked for (parallelism.async): steps are not flushed, and some forwards read weights that are predicted by one update; "
+    "the losses are not those of one device"
+)
+
+
+def is_asynchronous(plan: Plan) -> bool:
+    """Return whether the plan trains with predicted weights. On one place it does not, whatever its schedule: nothing is ahead there."""
+    chosen = SCHEDULES.get(plan.schedule)
+    return chosen is not None and chosen.asynchronous and any(len(pipeline.places) > 1 for pipeline in plan.pipelines)
 
 
 def orders_of(schedule: str, pipeline: Pipeline) -> Orders:

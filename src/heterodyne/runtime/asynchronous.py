@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-
 from heterodyne.errors import NumericsError
 from heterodyne.plan.lower import Lowered
 from heterodyne.plan.program import Action, Program
@@ -127,7 +126,7 @@ class AsynchronousExecutor(Executor):
         for action in program.ranks[self._rank]:
             self._do(action, str(action), step)
 
-    def _do(self, action: Action, name: str, step: Step) -> None:
+    def _do(self, action: Action, name: str, step: Step) -> None:  # noqa: ARG002  # an action may be of the one before
         """One action, of the step that it belongs to; nothing if that is none."""
         behind = self._lags if action.index is None else action.index < 0
         own = self._before if behind else self._latest
@@ -185,11 +184,9 @@ class AsynchronousExecutor(Executor):
             raise self._disagreement()
         if not math.isfinite(loss):
             error = NumericsError(
-                f"step {ended.step.number + 1}: the loss is {loss}, and with predicted weights ('async: predicted') the update by it is made "
-                "before that is known. Resume from the newest checkpoint with a smaller learning rate, or without 'async', where such "
+                f"step {ended.step.number + 1}: the loss is {loss}, and with predicted weights ('async: predicted') the update by it is "
+                "made before that is known. Resume from the newest checkpoint with a smaller learning rate, or without 'async', where such "
                 "steps are skipped"
             )
             error.shared = True
             raise error
-
-

@@ -20,6 +20,7 @@ from torch import Tensor
 from heterodyne.errors import CheckpointError, NumericsError
 from heterodyne.job import TrainingSection
 from heterodyne.json_files import read_json
+from heterodyne.plan.order import INEXACT, is_asynchronous
 from heterodyne.plan.plan import Plan
 from heterodyne.processes.heap import give_back_memory
 from heterodyne.processes.signals import StopRequest
@@ -123,6 +124,7 @@ class Engine:
         self._sites = sites
         self._ranks = agreement
         self._plan = plan.dump()
+        self._inexact = is_asynchronous(plan)
         self._identity = dict(identity)
         self._records = records
         self._say = say
@@ -166,6 +168,8 @@ class Engine:
         give_back_memory()
         forget_peak_memory(self._worker.device)
         self._ranks.only_on_rank0(lambda: self._records.open(self.done))
+        if self._inexact:
+            self._say(INEXACT)
         if self._sites is not None:
             self._sites.begin()
 

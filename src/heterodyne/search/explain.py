@@ -9,6 +9,7 @@ from heterodyne.cost.position import worked_on
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import Strategy
 from heterodyne.plan.micro_batches import MicroBatches
+from heterodyne.plan.order import is_asynchronous
 from heterodyne.plan.plan import Pipeline, Plan
 from heterodyne.plan.sharded_stage import shard_stage
 from heterodyne.plan.weights import PlannedWeights
@@ -275,6 +276,8 @@ def _line(planned: Planned, pipeline: Pipeline, rows: Sequence[ShareRow]) -> str
     own = {device for place in pipeline.places for device in place}
     parts = ", ".join(f"{row.device} {row.part}" for row in rows if row.device in own)
     order = "an order of its own" if pipeline.order else planned.plan.schedule
+    if is_asynchronous(planned.plan):
+        order = f"{planned.plan.schedule}, not flushed between steps and with predicted weights (inexact)"
     step_s = planned.simulation.step_s
     waits = [row.wait_s / step_s if step_s > 0 else 0.0 for row in rows if row.device in own]
     return (

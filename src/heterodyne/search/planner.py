@@ -5,7 +5,7 @@ The candidates (`search.families`) are lowered to their programs and played on t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import isfinite
@@ -22,6 +22,7 @@ from heterodyne.job import OptimizerName, Strategy
 from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precisions, in_words
+from heterodyne.search.asynchronous import asynchronous
 from heterodyne.search.explain import reason
 from heterodyne.search.families import Families
 from heterodyne.search.fit import Fit, nothing_fits
@@ -84,7 +85,7 @@ def plan(
         able=able or Capabilities(graph),
         samples=global_batch_size,
         sizes=tuple(sorted({min(size, global_batch_size) for size in listed})),
-        strategy=strategy,
+        strategy="pipeline" if able is not None and able.asynchronous else strategy,
         near=near,
     )
     return _weighed(families, given, rehearsed or {})
@@ -106,9 +107,14 @@ def _believed(
 
 def _weighed(families: Families, given: Plan | None, rehearsed: Mapping[str, Rehearsed]) -> Planned:
     """What is chosen of everything that is weighed."""
+    ways: Iterable[Candidate]
+    if families.able.asynchronous:
+        ways = asynchronous(families.model, families.runs, families.sizes, families.samples)
+    else:
+        ways = families.candidates(on_hosts=given is None)
     candidates = tuple(
         c if c.plan is None else replace(c, rehearsed=rehearsed.get(identity(c.plan)))
-        for c in map(partial(_with_host_room, families.model), families.candidates(on_hosts=given is None))
+        for c in map(partial(_with_host_room, families.model), ways)
     )
     if given is None:
         chosen = _chosen(candidates, families.strategy, families.fits, families.model.recipe)

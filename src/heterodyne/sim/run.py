@@ -159,7 +159,7 @@ def _by_batch(spans: Sequence[Span], micro_batches: int) -> Iterator[Span]:
 
 def simulate(program: Program, costs: StepCosts, *, steps: int = 2, steady: Program | None = None) -> Simulation:
     """Play ``steps`` steps (at least 2, the first one starts cold). ``steady``: what ranks do from one step to the next, if they do not
-    flush them; memory is that of a step by itself.
+    flush them.
 
     Raises PlanError for a program that would wait for ever, naming the actions, or whose actions have no costs.
     """
@@ -177,6 +177,7 @@ def simulate(program: Program, costs: StepCosts, *, steps: int = 2, steady: Prog
     played = _Played(program=program, costs=costs, tasks=tasks, steps=steps)
     if steady is not None:
         step_s, busy, played = _played_on(steady, costs)
+        program, costs = played.program, played.costs
     return Simulation(
         step_s=step_s,
         busy_s=busy,

@@ -17,7 +17,7 @@ from heterodyne.plan.schedules.one_f_one_b import ONE_F_ONE_B
 from heterodyne.plan.schedules.row import Row
 from heterodyne.plan.schedules.schedule import Schedule
 
-__all__ = ["ASYNCHRONOUS", "depth_of", "drained", "one_batch", "predicted_versions", "steady", "unrolled"]
+__all__ = ["ASYNCHRONOUS", "ahead", "depth_of", "drained", "predicted_versions", "steady", "unrolled"]
 
 ASYNCHRONOUS = Schedule(name="Async1F1B", placement="loop", chunks=1, make=ONE_F_ONE_B.make, asynchronous=True)
 
@@ -34,13 +34,12 @@ def depth_of(actions: Iterable[Action]) -> int:
     return 0
 
 
-def one_batch(order: Sequence[Action]) -> tuple[Action, ...]:
-    """Return the order that a place has if it runs its forwards and backwards as 1F1B does, and as far ahead as this one."""
-    stages, count = {action.stage for action in order}, sum(action.kind == "F" for action in order)
-    row, stage = Row(count), min(stages, default=0)
-    for _ in range(depth_of(order)):
+def ahead(stage: int, depth: int, micro_batches: int) -> tuple[Action, ...]:
+    """Return the order of a stage for one batch: so many forwards, then a forward and a backward in turn, as 1F1B has it."""
+    row = Row(micro_batches)
+    for _ in range(depth):
         row.forward(stage)
-    for _ in range(count):
+    for _ in range(micro_batches):
         row.forward(stage)
         row.backward(stage)
     return row.actions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from heterodyne.plan.order import is_asynchronous
 from heterodyne.report.compare import Comparison
 from heterodyne.report.run import Run
 from heterodyne.report.words import change, digits, efficiency_text, percent, plan_in_words, ratio, seconds
@@ -27,6 +28,8 @@ def status(run: Run) -> dict[str, str]:
         facts.append(f"step {steps[-1].step}{of}")
     if run.job is not None and (sync := run.job.training.sync) is not None:
         facts.append(f"site {sync.site} of {len(sync.shares)}: inexact, as asked for")
+    if run.plan is not None and is_asynchronous(run.plan):
+        facts.append("predicted weights: inexact, as asked for")
     duration = run.summary.get("seconds")
     if isinstance(duration, int | float):
         facts.append(seconds(float(duration)))

@@ -148,18 +148,14 @@ class Transfers:
     def send_forward(self, stage: int, index: int, made: Mapping[str, Tensor]) -> None:
         """Send what other places read of a stage's values; ``made``: this rank's samples of them, by name."""
         for edge in self._made[stage]:
-            for other, routes in self._routes(
-                "SEND_F", edge.maker, edge.reader, self._size(index), sends=True
-            ).items():
+            for other, routes in self._routes("SEND_F", edge.maker, edge.reader, self._size(index), sends=True).items():
                 for value, part, _, dtype in routes:
                     self._p2p.send(as_dtype(_rows(made[value.name], value, part), dtype), other)
 
     def send_backward(self, stage: int, index: int, gradients: Mapping[str, Tensor]) -> None:
         """Send the gradients of what a stage has received from other places."""
         for edge in self._read[stage]:
-            for other, routes in self._routes(
-                "SEND_B", edge.maker, edge.reader, self._size(index), sends=True
-            ).items():
+            for other, routes in self._routes("SEND_B", edge.maker, edge.reader, self._size(index), sends=True).items():
                 for value, part, _, dtype in routes:
                     self._p2p.send(as_dtype(_rows(gradients[value.name], value, part), dtype), other)
 

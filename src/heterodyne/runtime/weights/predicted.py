@@ -36,7 +36,7 @@ class _Shown(torch.autograd.Function):
     """The predicted values; their gradient is that of the parameter."""
 
     @staticmethod
-    def forward(_: Any, parameter: Tensor, predicted: Tensor) -> Tensor:
+    def forward(_: Any, parameter: Tensor, predicted: Tensor) -> Tensor:  # noqa: ARG004  # its gradient is asked for
         return predicted.view_as(predicted)
 
     @staticmethod
@@ -70,7 +70,9 @@ class PredictedWeights:
             if id(parameter) in names
         ]
         self._free: list[dict[str, Tensor]] = []
-        self._shown: dict[int, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}  # by step: the values, and as forwards read them
+        self._shown: dict[
+            int, tuple[dict[str, Tensor], dict[str, Tensor]]
+        ] = {}  # by step: the values, and as forwards read them
 
     def has(self, step: int) -> bool:
         """Return whether the weights of a step were predicted."""
