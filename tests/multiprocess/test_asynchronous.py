@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
+from heterodyne.errors import DataError, NumericsError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.runtime.exact.verify import compare
@@ -35,27 +39,42 @@ def batch_of(case: Case, step: int) -> dict[str, Tensor]:
     return {name: tensor.roll(step, 0) for name, tensor in case.batch.items()}
 
 
+Life = Literal["plain", "recompute", "resumed", "own rate"]
+
+
 def train(
-    world: World, graph: ModelGraph, pipeline: PipelineOf, optimizer: Any, ends: Sequence[int], recompute: bool
-) -> tuple[list[float], dict[str, Tensor], list[float]]:
-    """Losses, what the model has become, and losses of evaluation, which ends the steps under way after the steps of ``ends``."""
+    world: World, graph: ModelGraph, pipeline: PipelineOf, section: OptimizerSection, ends: Sequence[int], life: Life
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses, and what the model has become. After the steps of ``ends`` it is evaluated, or another worker goes on with its state."""
     case = build(graph, sum(pipeline.sizes))
-    if recompute:
+    if life == "recompute":
         whole = [
             tuple(n for n, b in enumerate(graph.blocks) if start <= b.start < b.stop <= stage.stop)
             for start, stage in zip([0, *(s.stop for s in pipeline.stages)], pipeline.stages, strict=False)
         ]
         stages = [replace(s, recompute=again) for s, again in zip(pipeline.stages, whole, strict=True)]
         pipeline = replace(pipeline, stages=tuple(stages))
+    optimizer: Any = section
+    if life == "own rate":
+        optimizer = partial(torch.optim.SGD, lr=section.lr, momentum=section.momentum)
     worker = staged_worker(world, case, (pipeline,), "Async1F1B", optimizer=optimizer, seed=SEED)
-    results, evaluated = [], []
+    scheduler = LambdaLR(worker.optimizer, lambda step: learning_rate(section, step, TOTAL_STEPS) / section.lr)
+    results = []
     for step in range(STEPS):
         results.append(worker.step(batch_of(case, step)))
-        if step in ends:
-            evaluated.append(worker.evaluate(case.batch))
+        if life == "own rate":
+            scheduler.step()
+        if step in ends and life == "resumed":
+            state = deepcopy(worker.state_dict())
+            worker.close()
+            case = build(graph, sum(pipeline.sizes))
+            worker = staged_worker(world, case, (pipeline,), "Async1F1B", optimizer=optimizer, seed=SEED)
+            worker.load_state_dict(state)
+        elif step in ends:
+            assert worker.evaluate(case.batch) > 0
     state = copied(worker.state_dict()["model"])
     worker.close()
-    return [result.loss for result in results], state, evaluated
+    return [result.loss for result in results], state
 
 
 def by_definition(
@@ -133,21 +152,80 @@ THREE: Cut = ((0.3, 2), (0.75, 0), (1.0, 1))
 
 
 @pytest.mark.parametrize(
-    ("sizes", "section", "ends", "recompute"),
+    ("sizes", "section", "ends", "life"),
     [
-        ((2, 1, 2, 1, 2), ADAMW, (), False),
-        ((1, 2, 1), ADAMW, (2, 4), True),
-        ((2, 2, 1, 1), SGD, (3,), False),
-        ((3, 1), ADAMW, (), False),
+        ((2, 1, 2, 1, 2), ADAMW, (), "plain"),
+        ((1, 2, 1), ADAMW, (2, 4), "recompute"),
+        ((2, 2, 1, 1), SGD, (3,), "plain"),
+        ((3, 1), ADAMW, (3,), "resumed"),
+        ((2, 1, 2), SGD.model_copy(update={"weight_decay": 0.0}), (), "own rate"),
     ],
 )
 def test_steps_are_those_of_the_definition(
-    pool: Pool, sizes: tuple[int, ...], section: OptimizerSection, ends: tuple[int, ...], recompute: bool
+    pool: Pool, sizes: tuple[int, ...], section: OptimizerSection, ends: tuple[int, ...], life: Life
 ) -> None:
     graph = captured("llama")
     pipeline = pipeline_of(graph, sizes, THREE)
     expected_losses, expected = by_definition(graph, pipeline, section, ends)
-    for losses, state, evaluated in pool.run(4, train, graph, pipeline, section, ends, recompute):
+    for losses, state in pool.run(4, train, graph, pipeline, section, ends, life):
         assert losses == pytest.approx(expected_losses, rel=1e-5)
         assert compare(0.0, state, 0.0, {**state, **expected}).largest <= 1e-4
-        assert len(evaluated) == len(ends)
+
+
+def refused(world: World, graph: ModelGraph, pipeline: PipelineOf, **more: Any) -> str:
+    with pytest.raises(PlanError) as told:
+        staged_worker(world, build(graph, sum(pipeline.sizes)), (pipeline,), "Async1F1B", **more)
+    return str(told.value)
+
+
+def refused_with_sgd(world: World, graph: ModelGraph, pipeline: PipelineOf) -> str:
+    return refused(world, graph, pipeline, optimizer=partial(torch.optim.SGD, lr=0.1))
+
+
+def refused_with_clipping(world: World, graph: ModelGraph, pipeline: PipelineOf) -> str:
+    return refused(world, graph, pipeline, clip=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "says"),
+    [
+        ("gpt2", refused, "put tied weights into one stage"),
+        ("resnet", refused, "mixes the samples of a micro-batch"),
+        ("llama", refused_with_sgd, "SGD without momentum has no moments"),
+        ("llama", refused_with_clipping, "write training.clip_grad_norm: 0"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused_on_every_rank(pool: Pool, name: str, start: Any, says: str) -> None:
+    graph = captured(name)
+    for told in pool.run(3, start, graph, pipeline_of(graph, (2, 2, 2), THREE)):
+        assert says in told
+
+
+def spoiled(world: World, graph: ModelGraph, pipeline: PipelineOf, how: str) -> tuple[str, str]:
+    case = build(graph, sum(pipeline.sizes))
+    worker = staged_worker(world, case, (pipeline,), "Async1F1B", optimizer=ADAMW, seed=SEED)
+    worker.step(case.batch)
+    bad = dict(case.batch)
+    if how == "nothing counts":
+        bad["labels"] = torch.full_like(bad["labels"], -100)
+    else:
+        with worker.lent():
+            for parameter in (p for p in case.module.parameters() if not p.is_meta):
+                parameter.data.fill_(float("nan"))
+    with pytest.raises((DataError, NumericsError)) as told:
+        worker.step(bad)
+        worker.step(case.batch)
+    return type(told.value).__name__, str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("nothing counts", "no sample of the global batch"),
+        ("not finite", "the update by it is made before that is known"),
+    ],
+)
+def test_a_step_that_cannot_be_made_ends_on_every_rank(pool: Pool, how: str, says: str) -> None:
+    graph = captured("llama")
+    for _, told in pool.run(3, spoiled, graph, pipeline_of(graph, (2, 2, 2), THREE), how):
+        assert says in told

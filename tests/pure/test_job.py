@@ -81,6 +81,10 @@ def test_a_wrong_override_is_refused(tmp_path: Path, override: str, says: str) -
         (1, "- 1\n", "a job is a mapping"),
         (9, TEXT + "model: {factory: a:b}\n", "given twice (first on line 1)"),
         (9, TEXT + "optimizer: {lr: fast}\n", "optimizer.lr"),
+        (7, TEXT + "  async: predicted\n", "training.clip_grad_norm: 0"),
+        (7, TEXT + "  async: predicted\noptimizer: {name: adafactor}\n", "which adafactor lacks"),
+        (7, TEXT + "  async: predicted\n  strategy: data\n", "async goes with strategy pipeline, not with data"),
+        (9, TEXT + "  async: sometimes\n", "Input should be 'predicted'"),
     ],
 )
 def test_a_wrong_file_names_its_line(tmp_path: Path, line: int, text: str, says: str) -> None:

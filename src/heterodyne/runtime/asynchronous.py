@@ -31,7 +31,7 @@ class _UnderWay:
 
     Args:
         ahead: micro-batches whose forward ran with predicted weights, and whose backward did not run yet.
-        rates: of the groups of the optimizer when it began.
+        rates: that the groups of the optimizer update with.
     """
 
     def __init__(self, step: Step, rates: list[float]) -> None:
@@ -86,7 +86,10 @@ class AsynchronousExecutor(Executor):
             self.finish()
         self._before = self._latest
         step.first = 0 if self._before is None else self._before.step.first + len(step.sizes)
-        self._latest = _UnderWay(step, [float(group["lr"]) for group in self._optimizer.param_groups])
+        rate, groups = step.learning_rate, self._optimizer.param_groups
+        self._latest = _UnderWay(step, [float(group["lr"]) if rate is None else rate for group in groups])
+        # Schedulers of the script ask for it, and some ranks update only in the next call.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
         self._recorder.begin()
         if self._before is None:
             step.parts.stages.begin()
@@ -146,7 +149,7 @@ class AsynchronousExecutor(Executor):
         kind, number = action.kind, step.number
         if kind == "F" and own is self._latest and self._before is not None and not self._before.updated:
             if not self._predicted.has(number):
-                self._predicted.predict(number, self._before.step.learning_rate)
+                self._predicted.predict(number, self._before.rates)
             own.ahead.add(index)
         if kind == "B" and self._summed is not own:
             self._gradients.begin()

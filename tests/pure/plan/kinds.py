@@ -26,6 +26,7 @@ ABLE: Mapping[str, Capabilities] = {
     "a model whose graph a check has refused": Capabilities(CHAIN, module_only="its graph cut in two is another"),
     "a model without a graph": Capabilities(replace(CHAIN, opaque="data decides the flow (net.py:7)")),
     "an optimizer of whole weights": Capabilities(CHAIN, "weight"),
+    "predicted weights": Capabilities(CHAIN, asynchronous=True),
     "an optimizer of the whole model": Capabilities(CHAIN, "model"),
 }
 """Of each trait by its name."""
@@ -69,6 +70,7 @@ PLANS: Mapping[Feature, tuple[int, tuple[dict[str, Any], ...]]] = {
     "parameter_sharding": (3, (_line({"layout": Layout(shares=(1, 1))}),)),
     "parameter_sharding_over_pipelines": (3, _TWO),
     "offload": (0, (_line({"offload": True}),)),
+    "asynchronous": (0, (_line({}, {}, sizes=(2, 2)),)),
 }
 """For each feature the ZeRO level and the pipelines of a plan that uses it; stages cut the model at its middle, if there are two."""
 
@@ -92,6 +94,7 @@ def plan_with(feature: Feature, model: ModelGraph) -> Plan:
         cluster=DEVICES.fingerprint,
         global_batch_size=sum(pipeline.micro_batches.samples for pipeline in pipelines),
         zero=zero,
+        schedule="Async1F1B" if feature == "asynchronous" else "1F1B",
         pipelines=tuple(pipelines),
         idle=tuple(free),
     )

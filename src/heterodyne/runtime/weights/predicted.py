@@ -6,7 +6,7 @@ moments corrected for their bias and with the decay of AdamW, of SGD ``w - lr * 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,15 +79,19 @@ class PredictedWeights:
         return step in self._shown
 
     @torch.no_grad()
-    def predict(self, step: int, rate: float | None) -> None:
-        """Predict the weights of a step by one update more; ``rate``: of that update, None: the optimizer's own."""
+    def predict(self, step: int, rates: Sequence[float]) -> None:
+        """Predict the weights of a step by one update more; ``rates``: of that update, one for each group of the optimizer."""
         held = self._free.pop() if self._free else {n: torch.empty_like(p) for n, p in self._parameters.items()}
-        groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
+        groups = {
+            id(p): (group, rate)
+            for group, rate in zip(self._optimizer.param_groups, rates, strict=True)
+            for p in group["params"]
+        }
         for name, value in held.items():
             own = self._updated[name]
-            group, state = groups[id(own)], self._optimizer.state.get(own)
+            state = self._optimizer.state.get(own)
             if state:
-                value.copy_(_predicted(own, state, group, float(group["lr"]) if rate is None else rate))
+                value.copy_(_predicted(own, state, *groups[id(own)]))
             else:
                 value.copy_(own)
         with torch.enable_grad():
