@@ -46,8 +46,8 @@ class RatioBar:
     bar: float | None = None
 
 
-def run_picture(run: Run, path: Path, *, reference: Metrics | None = None) -> Path:
-    """The predicted timeline above the measured one on one time axis, the loss curves below.
+def run_picture(run: Run, path: Path, *, reference: Metrics | None = None, beside: str = "one device") -> Path:
+    """The predicted timeline above the measured one on one time axis, the loss curves below, those ``beside`` it too.
 
     Raises HeterodyneError for a run that left neither timelines nor losses.
     """
@@ -67,7 +67,7 @@ def run_picture(run: Run, path: Path, *, reference: Metrics | None = None) -> Pa
     if shown:
         _kind_legend(axes[0], [t for _, t in shown])
     if losses:
-        _draw_loss(axes[-1], run.metrics, reference)
+        _draw_loss(axes[-1], run.metrics, reference, beside)
     return _save(figure, path)
 
 
@@ -153,10 +153,10 @@ def _colour(key: str) -> str:
     return STAGE_COLOURS[key] if key in STAGE_COLOURS else LIGHT[key]
 
 
-def _draw_loss(axis: Axes, metrics: Metrics, reference: Metrics | None) -> None:
+def _draw_loss(axis: Axes, metrics: Metrics, reference: Metrics | None, beside: str) -> None:
     _plain(axis, "loss")
     if reference is not None:
-        _curve(axis, reference, "one device", LIGHT["c2"], width=6.0, alpha=0.4, marker=12.0)
+        _curve(axis, reference, beside, LIGHT["c2"], width=6.0, alpha=0.4, marker=12.0)
     _curve(axis, metrics, "this run", LIGHT["c0"], width=1.6, alpha=1.0, marker=5.0)
     axis.grid(color=_LINE, linewidth=0.8)
     axis.set_xlabel("step", fontsize=9, color=_SOFT)

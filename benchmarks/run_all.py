@@ -65,6 +65,7 @@ BENCHMARKS = (
     "families",
     "lives",
     "looking_inside",
+    "predicted_weights",
     "convergence",
     "capture_large",
     "kill_and_resume",

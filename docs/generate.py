@@ -163,7 +163,7 @@ def _table(model: type[BaseModel], described: dict[str, str]) -> list[str]:
         "| field | type | default | |",
         "|---|---|---|---|",
         *(
-            f"| `{f}` | {_type(info)} | {_default(info)} | {described.get(f, '')} |"
+            f"| `{info.alias or f}` | {_type(info)} | {_default(info)} | {described.get(f, '')} |"
             for f, info in model.model_fields.items()
         ),
     ]

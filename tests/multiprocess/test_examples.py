@@ -85,6 +85,7 @@ SMALL = ("--width", "16", "--layers", "1", "--steps", "6")
         (on_two, ("experts_apart.py", *SMALL), "model.layers.0.mlp.experts"),
         (on_two, ("long_context.py", "--length", "96", *SMALL), "sequences split"),
         (on_two, ("looking_inside.py", "--length", "32", "--batch", "4", *SMALL), "steered at layers.0"),
+        (on_two, ("predicted_weights.py", "--length", "32", "--batch", "8", *SMALL), "predicted weights (inexact)"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )

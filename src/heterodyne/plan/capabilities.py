@@ -116,7 +116,10 @@ FEATURES: Mapping[Feature, _Words] = MappingProxyType(
         "parameter_sharding": _Words("sharded parameters too (ZeRO-3)", "write 'zero': 2"),
         "parameter_sharding_over_pipelines": _Words("parameters sharded over several pipelines", "write 'zero': 2"),
         "offload": _Words("optimizer state in host memory", "leave 'offload' out"),
-        "asynchronous": _Words("predicted weights (async)", "take schedule 1F1B, and leave 'async' out of the job"),
+        "asynchronous": _Words(
+            "predicted weights (`async`; inexact, only where asked for)",
+            "take schedule 1F1B, and leave 'async' out of the job",
+        ),
     }
 )
 

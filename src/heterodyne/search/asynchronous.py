@@ -31,13 +31,16 @@ def asynchronous(
         line = [device.id for device in model.cluster.devices if device.id in ranked[:count]]
         for size in sizes:
             micro_batches = MicroBatches.of_samples(samples, size)
-            if len(line) < 2 or len(micro_batches) < len(line):
+            if len(micro_batches) < len(line):
                 continue
-            shapes = [shape for shape in cuts.shapes(cuts.even(line, micro_batches)) if _is_plain(shape)]
-            for shape in dict.fromkeys(shapes):
-                for times in (1, 2):
-                    name = f"{len(shape.stages)} stages that are not flushed, micro-batches of {size}"
-                    yield _weighed(model, runs, shape, name + (", twice as far ahead" if times > 1 else ""), times)
+            name = f"{count} stages that are not flushed, micro-batches of {size}"
+            tried = [
+                _weighed(model, runs, shape, name + how, times)
+                for shape in dict.fromkeys(filter(_is_plain, cuts.shapes(cuts.even(line, micro_batches))))
+                for times, how in ((1, ""), (2, ", twice as far ahead"))
+            ]
+            if tried:
+                yield min(tried, key=lambda candidate: candidate.weighed_s)
     if not any(len(MicroBatches.of_samples(samples, size)) > 1 for size in sizes) or len(ranked) < 2:
         yield Candidate(
             name="a pipeline that is not flushed",

@@ -20,6 +20,7 @@ from heterodyne.errors import DataError, HeterodyneError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.graph.module_outputs import MODULE_OUTPUT
 from heterodyne.module_outputs import Edit, OutputHook, edited, recorded
+from heterodyne.plan.order import is_asynchronous
 from heterodyne.runtime.same_batch import digest
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.worker import Worker
@@ -136,6 +137,11 @@ class Inside:
             for path in [path for path in of_paths if not points[path]]:
                 self._require_shown(path, [path])
             leaves = self._tried(points, of_paths)
+            if any(leaves.values()) and is_asynchronous(self._worker.plan):
+                raise PlanError(
+                    f"the edit of {next(path for path, found in leaves.items() if found)!r} trains something, whose gradient of a step is "
+                    "there only when the next one runs ('async: predicted'): train it without 'async'"
+                )
             cut_off = [
                 path for path in of_paths if leaves[path] and not all(p.op.differentiable[0] for p in points[path])
             ]

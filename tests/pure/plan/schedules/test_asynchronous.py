@@ -74,7 +74,7 @@ def test_the_slowest_place_never_waits_where_messages_take_no_time(
 
 
 def test_alike_places_hide_messages_behind_what_is_in_flight() -> None:
-    """A forward and a backward of neighbours and two messages are one turn, in which 1F1B runs two micro-batches and twice the depth three."""
+    """A turn is a forward and a backward of two neighbours and two messages: 1F1B runs two micro-batches in it, twice the depth three."""
     for times, period_s in ((1, 8 * (2 * 3.0 + 2 * 1.5) / 2), (2, 8 * 3.0 + 0.25)):
         program, costs = pipeline([(1.0, 2.0), (1.0, 2.0)], 8, times, latency_s=1.5)
         played = simulate(program, costs, steady=Program(ranks=tuple(map(steady, program.ranks))))
