@@ -8,7 +8,6 @@ import math
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +31,7 @@ from heterodyne.runtime.data.tokens import open_tokens
 from heterodyne.runtime.engine import Outcome
 from heterodyne.runtime.records.metrics import StepRecord
 from heterodyne.runtime.records.progress import Reporter
+from heterodyne.runtime.step_result import StepResult
 from heterodyne.runtime.trainer import Trainer
 
 PLAN = Plan(
@@ -59,17 +59,6 @@ def job(**training: Any) -> Job:
     )
 
 
-@dataclass(frozen=True)
-class Result:
-    loss: float
-    grad_norm: float
-    lr: float
-    fault: str | None = None
-    late: None = None
-    overflow: bool = False
-    slower: str | None = None
-
-
 class Worker:
     """Trains on one device in plain PyTorch, with dropout, so that the state of the generators matters."""
 
@@ -90,7 +79,7 @@ class Worker:
         ids = batch.samples(0, batch.size)["input_ids"]
         return F.cross_entropy(self.module(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
-    def step(self, batch: GlobalBatch) -> Result:
+    def step(self, batch: GlobalBatch) -> StepResult:
         self.module.train()
         self.optimizer.zero_grad()
         loss = self._loss(batch)
@@ -100,7 +89,19 @@ class Worker:
         if fault is None:
             self.optimizer.step()
         self.on_step(self.steps_done)
-        return Result(loss=loss.item() if fault is None else math.nan, grad_norm=1.0, lr=1e-2, fault=fault)
+        return StepResult(
+            step=self.steps_done - 1,
+            told=loss.item() if fault is None else math.nan,
+            lr=1e-2,
+            samples=batch.size,
+            count=batch.size,
+            seconds=0.0,
+            norm=torch.ones(()),
+            found=fault,
+        )
+
+    def finish(self) -> None:
+        """Each step has ended already."""
 
     def evaluate_sum(self, batch: GlobalBatch) -> tuple[float, float]:
         self.module.eval()
