@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from heterodyne.cost.step import StepCosts
 from heterodyne.plan.program import Action, Program
-from heterodyne.plan.schedules.asynchronous import unrolled
+from heterodyne.plan.schedules.asynchronous import depth_of, unrolled
 from heterodyne.sim.memory import host_peak, in_passes, peak
 from heterodyne.sim.passes import exchange_s
 from heterodyne.sim.tasks import Tasks
@@ -82,7 +82,7 @@ class Simulation:
     def spans(self) -> tuple[Span, ...]:
         """Every action, of all steps that were played."""
         count = self._played.micro_batches
-        return self._spans if count is None else tuple(_by_batch(self._spans, count))
+        return self._spans if count is None else tuple(_by_step(self._spans, count, self._played.program))
 
     @cached_property
     def _spans(self) -> tuple[Span, ...]:
@@ -145,16 +145,20 @@ class Simulation:
         return tuple(points)
 
 
-def _by_batch(spans: Sequence[Span], micro_batches: int) -> Iterator[Span]:
-    """Yield the spans of several batches that were played as one step, each with its batch as its step."""
-    updates: Counter[int] = Counter()
+def _by_step(spans: Sequence[Span], micro_batches: int, program: Program) -> Iterator[Span]:
+    """Yield the spans of several batches that were played as one step, each with the step in which its rank does it: the one whose forwards
+    it runs then, as the runtime has it."""
+    depths = [depth_of(actions) for actions in program.ranks]
+    updates = Counter({rank: 1 for rank, depth in enumerate(depths) if depth})
     for span in spans:
-        if span.action.index is None:
-            batch, index = updates[span.rank], None
+        depth, index = depths[span.rank], span.action.index
+        if index is None:
+            yield span._replace(step=updates[span.rank])
             updates[span.rank] += 1
         else:
-            batch, index = divmod(span.action.index, micro_batches)
-        yield span._replace(step=batch, action=replace(span.action, index=index))
+            back = span.action.kind in ("B", "R", "SEND_B", "RECV_B")
+            step = (index + depth if back else index) // micro_batches
+            yield span._replace(step=step, action=replace(span.action, index=index % micro_batches))
 
 
 def simulate(program: Program, costs: StepCosts, *, steps: int = 2, steady: Program | None = None) -> Simulation:

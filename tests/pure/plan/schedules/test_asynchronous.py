@@ -71,6 +71,14 @@ def test_the_slowest_place_never_waits_where_messages_take_no_time(
     assert played.step_s == pytest.approx(max(2 * count * (f + b) for f, b in seconds) + 0.25)
     assert min(played.wait_s) == pytest.approx(0.0, abs=1e-9)
     assert played.step_s <= simulate(program, costs).step_s + 1e-9
+    of_one = [span for span in played.spans if span.step == len(seconds) and span.lane == "compute"]
+    for rank, actions in enumerate(going.ranks):
+        own = [str(span.action) for span in sorted(of_one, key=lambda span: span.start_s) if span.rank == rank]
+        assert own == [
+            str(action if action.index is None else replace(action, index=action.index % (2 * count)))
+            for action in actions
+            if action.kind in ("F", "B", "STEP")
+        ]
 
 
 def test_alike_places_hide_messages_behind_what_is_in_flight() -> None:
