@@ -6,6 +6,12 @@ bandwidth B between a site and the one that keeps the totals, an exchange takes
 
     T = 2 (N b / 8 / B + latency)          there and back, the others one after the other
 
+where connections stay open, as those of an all-reduce. Sites that send messages of 16 or 8 bits, or meet seldom, make a connection for
+each: TCP and the proof of the secret take three round trips R, and a message of S bytes begins with a window of W = 10 segments that
+doubles with each round trip, until it fills the link (slow start: Cardwell, Savage and Anderson, "Modeling TCP latency", INFOCOM 2000), so
+
+    T = 2 (S / B + latency + R log2(min(S, B R) / W)) + 3 R
+
 and each step waits for T, or, where sites meet after H steps, each round of H steps waits for what a delay of d of them does not hide:
 max(0, T - d step). Traffic of replicas that meet in each step may overlap with their backward, which is not counted here.
 """
@@ -15,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from math import ceil, inf
+from math import ceil, inf, log2
 
 from heterodyne.cluster.fleet import Fleet, Pool, Wire
 from heterodyne.cost.layers import least_bytes
@@ -32,6 +38,7 @@ __all__ = ["Outer", "Way", "sites_of", "ways_over_sites"]
 
 _BITS = (32, 16, 8)
 _PARTS = 1_000_000  # in which weights of sites are told apart
+_FIRST_WINDOW = 10 * 1460  # bytes that a TCP connection begins with (RFC 6928)
 _ROUNDS = 3  # of shares by the speeds that the last ones gave
 _BYTES_OF_PARAMETER = 4
 _OVER_LINK = "a pipeline over the link"
@@ -174,14 +181,18 @@ def _by_site(
             Way(name=name, exact=name == _replicas(_BITS[0]), step_s=inf, shares={}, note=str(error)) for name in names
         ]
     step_s = max(own.predicted.step_s for own in found.values())
+
+    def exchange_s(how: Outer) -> float:
+        return _exchange_s(planner, sites, how.bits, open_=(how.every, how.bits) == (1, _BITS[0]))
+
     size = _parameters(planner) / 8  # in bytes, for each bit of a number
     keeper, *others = sites
     usd_per_byte = sum(_usd_per_byte(planner.fleet, sites[keeper], sites[name]) for name in others)
     hourly = [own.predicted.usd_per_hour for own in found.values()]
     each_step = [(_replicas(bits), Outer(every=1, bits=bits, delay=0)) for bits in _BITS]
     made = []
-    for name, how in (*each_step, (_apart(outer), _hiding(outer, _exchange_s(planner, sites, outer.bits) / step_s))):
-        exposed_s = max(0.0, _exchange_s(planner, sites, how.bits) - (how.delay or 0) * step_s)
+    for name, how in (*each_step, (_apart(outer), _hiding(outer, exchange_s(outer) / step_s))):
+        exposed_s = max(0.0, exchange_s(how) - (how.delay or 0) * step_s)
         seconds = step_s + exposed_s / how.every
         one_way = size * how.bits / how.every
         priced = None if None in hourly else sum(h or 0.0 for h in hourly) * seconds / 3600
@@ -236,12 +247,23 @@ def _alone(planner: FleetPlanner, space: Space, pools: Sequence[Pool], samples: 
     return replace(planner, global_batch=samples).plan(space=replace(space, pools=names), watch=watch).best
 
 
-def _exchange_s(planner: FleetPlanner, sites: Mapping[str, Sequence[Pool]], bits: int) -> float:
-    """Seconds until every site has what came of all parameters: sent to the first site, and back. Its link is shared by the others."""
+def _exchange_s(planner: FleetPlanner, sites: Mapping[str, Sequence[Pool]], bits: int, *, open_: bool) -> float:
+    """Seconds until every site has what came of all parameters: sent to the first site, and back. Its link is shared by the others.
+
+    ``open_``: over connections that are open, else over a new one each.
+    """
     keeper, *others = sites
     wires = [_link(planner.fleet, sites[keeper], sites[name], (keeper, name)) for name in others]
     size = _parameters(planner) * bits / 8
-    return 2 * (sum(size / wire.bandwidth_bytes_per_s for wire in wires) + max(wire.latency_s for wire in wires))
+    carried_s = sum(size / wire.bandwidth_bytes_per_s for wire in wires)
+    return 2 * carried_s + max(2 * wire.latency_s + (0.0 if open_ else _of_connection_s(wire, size)) for wire in wires)
+
+
+def _of_connection_s(wire: Wire, size: float) -> float:
+    """Seconds in which a new connection is made, and in which a message there and one back fill less than the link."""
+    round_trip_s = 2 * wire.latency_s
+    window = min(size, wire.bandwidth_bytes_per_s * round_trip_s)
+    return 3 * round_trip_s + 2 * round_trip_s * log2(max(1.0, window / _FIRST_WINDOW))
 
 
 def _parameters(planner: FleetPlanner) -> float:

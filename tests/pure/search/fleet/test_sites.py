@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from math import inf
 
@@ -47,7 +48,12 @@ def test_each_way_waits_for_the_link_as_its_bytes_say() -> None:
     of = planner()
     ways = ways_over_sites(of, SPACE, Outer(every=100, bits=16, delay=0))
     parameters = least_bytes(of.costs, "fast") / 2 / 4
-    exchange = {bits: 2 * (parameters * bits / 8 / SLOW.bandwidth_bytes_per_s + SLOW.latency_s) for bits in (8, 16, 32)}
+    round_trip_s, bandwidth = 2 * SLOW.latency_s, SLOW.bandwidth_bytes_per_s
+    exchange = {}
+    for bits in (8, 16):
+        size = parameters * bits / 8
+        doublings = math.log2(min(size, bandwidth * round_trip_s) / 14_600)
+        exchange[bits] = 2 * (size / bandwidth + SLOW.latency_s + round_trip_s * doublings) + 3 * round_trip_s
     sums = {bits: found(f"{bits} bits", ways) for bits in (8, 16)}
     for bits, way in sums.items():
         assert way.bytes_per_step == pytest.approx(2 * parameters * bits / 8)
