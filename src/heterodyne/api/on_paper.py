@@ -121,6 +121,10 @@ class _Paper:
                 f"parallelism.strategy {strategy} is not heeded where alike devices are counted: --families shows the best of each kind "
                 "of plan"
             )
+        if self.job.parallelism.asynchronous is not None:
+            self.say(
+                "parallelism.async is not heeded where alike devices are counted: the plan is exact, and its pipelines are flushed"
+            )
 
     def _faster_in_16_bits(self, fleet: Fleet) -> str:
         """Return how many times as fast kinds of devices would compute the layers of the model; "" where no kind has units for that."""

@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
+from pydantic import ValidationError
+
 from heterodyne.api.paper_costs import captured, with_datasheets
 from heterodyne.api.paper_devices import FEW_DEVICES, by_datasheets, planned_by_device
 from heterodyne.api.printing import candidate_lines, show
@@ -24,7 +26,7 @@ from heterodyne.cluster.spec import Cluster
 from heterodyne.cluster.written import cluster_to_yaml
 from heterodyne.errors import ClusterError, HeterodyneError, InfeasibleError, PlanError
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.job import Job, Strategy
+from heterodyne.job import Job, ParallelismSection, Strategy
 from heterodyne.plan.plan import Plan
 from heterodyne.processes.command import run_logged
 from heterodyne.processes.status import OUT_OF_MEMORY, STOPPED, TOLD, describe_exit
@@ -179,7 +181,10 @@ class _Studied:
     def _planned(self, cell: Cell) -> Cell:
         cluster, profile = self._known
         few = cluster.only([device.id for device in cluster.devices[: cell.devices]])
-        parallelism = self.job.parallelism.model_copy(update={"strategy": cell.strategy})
+        try:
+            parallelism = ParallelismSection(**{**self.job.parallelism.model_dump(), "strategy": cell.strategy})
+        except ValidationError as error:
+            return replace(cell, refused=error.errors()[0]["msg"].removeprefix("Value error, "))
         job = self.job.model_copy(update={"parallelism": parallelism})
         try:
             planned = planned_by_device(job, few, profile, self._graph)
