@@ -115,6 +115,7 @@ class AsynchronousExecutor(Executor):
         self._before = self._summed = None
         self._predicted.clear()
         self.updating = False
+        self._turn(BETWEEN_STEPS)
         self._require_good(last)
         return True
 
