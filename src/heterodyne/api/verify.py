@@ -12,6 +12,7 @@ from heterodyne.api.preparation import prepare
 from heterodyne.api.printing import show, show_result
 from heterodyne.api.session import Session, open_session
 from heterodyne.job import Job
+from heterodyne.plan.order import INEXACT, is_asynchronous
 from heterodyne.plan.placement import Placement
 from heterodyne.plan.plan import Plan
 from heterodyne.report.tables import Verified, verified_rows, verify_rows
@@ -45,6 +46,10 @@ def verify_job(job: Job, base: Path, *, cluster_file: Path | None, given: Plan |
         if prepared.planned is not None:
             show_result(result_of(prepared.planned), session.cluster)
         worker = job_worker(session, job, base, prepared)
+        if is_asynchronous(worker.plan):
+            session.say(
+                f"{INEXACT}. What is verified here are gradients of steps that are flushed, at the same weights"
+            )
         with session.announced(f"{batches} batches under the plan and on one device"):
             # The same weights as the worker's, for they are made from the same seed.
             module = source.whole.build(session.device) if session.rank == 0 else None
