@@ -36,10 +36,14 @@ def pipeline_of(graph: ModelGraph, sizes: Sequence[int], cut: Cut, **more: Any) 
 
 
 def batch_of(case: Case, step: int) -> dict[str, Tensor]:
-    return {name: tensor.roll(step, 0) for name, tensor in case.batch.items()}
+    """Others in each step, with unequal numbers of labels that count."""
+    batch = {name: tensor.roll(step, 0).clone() for name, tensor in case.batch.items()}
+    for sample in range(0, len(batch["labels"]), 2):
+        batch["labels"][sample, 1 : 2 + sample % 4] = -100
+    return batch
 
 
-Life = Literal["plain", "recompute", "resumed", "own rate"]
+Life = Literal["plain", "recompute", "resumed", "own rate", "back", "frozen late"]
 
 
 def train(
@@ -64,12 +68,25 @@ def train(
         results.append(worker.step(batch_of(case, step)))
         if life == "own rate":
             scheduler.step()
+            for group in worker.optimizer.param_groups:
+                group["weight_decay"] = 0.1 * (step + 1)
         if step in ends and life == "resumed":
             state = deepcopy(worker.state_dict())
             worker.close()
             case = build(graph, sum(pipeline.sizes))
             worker = staged_worker(world, case, (pipeline,), "Async1F1B", optimizer=optimizer, seed=SEED)
             worker.load_state_dict(state)
+        elif step in ends and life == "back":
+            state = deepcopy(worker.state_dict())
+            for _ in range(2):
+                worker.step(batch_of(case, 9))
+            worker.load_state_dict(state)
+        elif step in ends and life == "frozen late":
+            for parameter in worker.module.parameters():
+                parameter.requires_grad_(False)
+            worker.evaluate(case.batch)
+            for parameter in worker.module.parameters():
+                parameter.requires_grad_(True)
         elif step in ends:
             assert worker.evaluate(case.batch) > 0
     state = copied(worker.state_dict()["model"])
@@ -78,7 +95,7 @@ def train(
 
 
 def by_definition(
-    graph: ModelGraph, pipeline: PipelineOf, section: OptimizerSection, ends: Sequence[int]
+    graph: ModelGraph, pipeline: PipelineOf, section: OptimizerSection, ends: Sequence[int], life: Life
 ) -> tuple[list[float], dict[str, Tensor]]:
     """In one process: a forward of micro-batch j on place k reads weights predicted by one update where j < depth k of a step that
     follows another one at once."""
@@ -115,7 +132,7 @@ def by_definition(
                 predicted = {n: moved(n, rate, step - 1, None) for n in weights}
             for name, gradient in gradients.items():
                 if section.name == "sgd":
-                    gradient = gradient + decay[name] * weights[name]
+                    gradient = gradient + (0.1 * (step - 1) if life == "own rate" else decay[name]) * weights[name]
                     first[name] = section.momentum * first[name] + gradient if step > 1 else gradient
                 else:
                     b1, b2 = section.betas
@@ -158,6 +175,8 @@ THREE: Cut = ((0.3, 2), (0.75, 0), (1.0, 1))
         ((1, 2, 1), ADAMW, (2, 4), "recompute"),
         ((2, 2, 1, 1), SGD, (3,), "plain"),
         ((3, 1), ADAMW, (3,), "resumed"),
+        ((1, 2, 1), ADAMW, (1, 4), "back"),
+        ((2, 1, 1), ADAMW, (1, 3), "frozen late"),
         ((2, 1, 2), SGD.model_copy(update={"weight_decay": 0.0}), (), "own rate"),
     ],
 )
@@ -166,7 +185,7 @@ def test_steps_are_those_of_the_definition(
 ) -> None:
     graph = captured("llama")
     pipeline = pipeline_of(graph, sizes, THREE)
-    expected_losses, expected = by_definition(graph, pipeline, section, ends)
+    expected_losses, expected = by_definition(graph, pipeline, section, ends, life)
     for losses, state in pool.run(4, train, graph, pipeline, section, ends, life):
         assert losses == pytest.approx(expected_losses, rel=1e-5)
         assert compare(0.0, state, 0.0, {**state, **expected}).largest <= 1e-4

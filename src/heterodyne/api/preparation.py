@@ -31,6 +31,7 @@ from heterodyne.measure.whole_model import WholeModel
 from heterodyne.measure.workbench import Workbench
 from heterodyne.plan.bind import bind
 from heterodyne.plan.lower import lower
+from heterodyne.plan.order import is_asynchronous
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precisions, in_words, precision_of
 from heterodyne.runtime.worker import Worker
@@ -254,6 +255,12 @@ def _require_fitting(given: Plan, captured: CapturedModel, session: Session, set
     """Raises PlanError if the plan is of another model, cluster or job, or breaks a rule."""
     # Also an order that would wait for ever is found before anything is measured.
     lower(given, captured.graph, session.cluster, able=settings.able(captured.graph))
+    if is_asynchronous(given) and settings.parallelism.asynchronous is None:
+        raise PlanError(
+            f"the plan trains with predicted weights ({given.schedule}), which is inexact, and the job does not ask for that: write "
+            "parallelism.async: predicted (PlanOptions(asynchronous='predicted') in a loop), take a plan of another schedule, or plan "
+            "again (--replan where a run goes on)"
+        )
     for what, there, here in (
         ("samples a step", given.global_batch_size, settings.global_batch_size),
         ("precision", given.precision, settings.precision),

@@ -8,8 +8,8 @@ ones. The loss of a step is known while the next one runs. `finish` ends the lat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from heterodyne.plan.schedules.asynchronous import drained
 from heterodyne.runtime.executor import Executor, Step
 from heterodyne.runtime.liveness.failure_detector import BETWEEN_STEPS
 from heterodyne.runtime.step_result import LateLoss
-from heterodyne.runtime.weights.parameter_groups import set_rate
+from heterodyne.runtime.weights.parameter_groups import options_of, set_rate
 from heterodyne.runtime.weights.predicted import PredictedWeights
 
 __all__ = ["AsynchronousExecutor"]
@@ -31,11 +31,12 @@ class _UnderWay:
 
     Args:
         ahead: micro-batches whose forward ran with predicted weights, and whose backward did not run yet.
-        rates: that the groups of the optimizer update with.
+        options: of the groups of the optimizer, as the script had them when it began.
+        trained: whether the script trained each parameter then.
     """
 
-    def __init__(self, step: Step, rates: list[float]) -> None:
-        self.step, self.rates = step, rates
+    def __init__(self, step: Step, options: list[dict[str, Any]], trained: list[bool]) -> None:
+        self.step, self.options, self.trained = step, options, trained
         self.ahead: set[int] = set()
         self.updated = False
         self.loss: LateLoss | None = None
@@ -87,7 +88,8 @@ class AsynchronousExecutor(Executor):
         self._before = self._latest
         step.first = 0 if self._before is None else self._before.step.first + len(step.sizes)
         rate, groups = step.learning_rate, self._optimizer.param_groups
-        self._latest = _UnderWay(step, [float(group["lr"]) if rate is None else rate for group in groups])
+        options = [{**options_of(group), "lr": float(group["lr"]) if rate is None else rate} for group in groups]
+        self._latest = _UnderWay(step, options, [p.requires_grad for p in self._predicted.parameters])
         # Schedulers of the script ask for it, and some ranks update only in the next call.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         self._recorder.begin()
@@ -102,8 +104,8 @@ class AsynchronousExecutor(Executor):
         step.weights.require_some()
         return loss
 
-    def finish(self) -> bool:
-        """End the latest step; return whether there was one that had not ended. Collective."""
+    def finish(self, *, checked: bool = True) -> bool:
+        """End the latest step; return whether there was one that had not ended. Collective. ``checked``: raise what is wrong with it."""
         last = self._latest
         if last is None:
             return False
@@ -116,7 +118,8 @@ class AsynchronousExecutor(Executor):
         self._predicted.clear()
         self.updating = False
         self._turn(BETWEEN_STEPS)
-        self._require_good(last)
+        if checked:
+            self._require_good(last)
         return True
 
     @property
@@ -138,7 +141,8 @@ class AsynchronousExecutor(Executor):
             return
         if action.index is None:
             self._summed = None
-            super()._do(action, name, own.step)
+            with self._with_options_of(own):
+                super()._do(action, name, own.step)
             self._weights.settled()
             own.updated = True
             return
@@ -150,35 +154,48 @@ class AsynchronousExecutor(Executor):
         kind, number = action.kind, step.number
         if kind == "F" and own is self._latest and self._before is not None and not self._before.updated:
             if not self._predicted.has(number):
-                self._predicted.predict(number, self._before.rates)
+                self._predicted.predict(number, self._before.options)
             own.ahead.add(index)
-        if kind == "B" and self._summed is not own:
-            self._gradients.begin()
-            self._summed = own
         ahead = index in own.ahead and kind in ("F", "R", "B")
-        with self._predicted.in_place(number) if ahead else nullcontext():
+        with (
+            self._trained_as(own.trained) if kind in ("R", "B") else nullcontext(),
+            self._predicted.in_place(number) if ahead else nullcontext(),
+        ):
+            if kind == "B" and self._summed is not own:
+                self._gradients.begin()
+                self._summed = own
             super()._pass(action, name, step, index)
         if kind == "B" and ahead:
             own.ahead.discard(index)
             if not own.ahead:
                 self._predicted.release(number)
 
+    @contextmanager
+    def _trained_as(self, trained: Sequence[bool]) -> Iterator[None]:
+        """The parameters that the script has frozen since a step began are trained, as they were in it."""
+        changed = [
+            (p, was) for p, was in zip(self._predicted.parameters, trained, strict=True) if p.requires_grad != was
+        ]
+        for parameter, was in changed:
+            parameter.requires_grad_(was)
+        try:
+            yield
+        finally:
+            for parameter, was in changed:
+                parameter.requires_grad_(not was)
+
     def _weight(self, step: Step, index: int) -> float:
         # Ranks that do not make the loss learn at the end of the step that nothing counts, and wait for messages until then.
         return super()._weight(step, index) if step.weights.is_defined else 0.0
 
-    def _update(self, step: Step) -> None:
-        assert self._before is not None or self._latest is not None
-        own = self._before if self._before is not None and self._before.step is step else self._latest
-        assert own is not None
-        groups = self._optimizer.param_groups
-        now = [float(group["lr"]) for group in groups]
-        for group, rate in zip(groups, own.rates, strict=True):
-            set_rate(group, rate)
-        super()._update(step)
-        if step.learning_rate is None:
-            for group, rate in zip(groups, now, strict=True):
-                set_rate(group, rate)
+    @contextmanager
+    def _with_options_of(self, own: _UnderWay) -> Iterator[None]:
+        """The optimizer has the options that the script had given it when a step began; where a job gives the rates, its own is left."""
+        groups, rate = self._optimizer.param_groups, own.step.learning_rate
+        now = [{**options_of(group), "lr": float(group["lr"]) if rate is None else rate} for group in groups]
+        _give(groups, own.options)
+        yield
+        _give(groups, now)
 
     def _require_good(self, ended: _UnderWay) -> None:
         """Raise NumericsError, on all ranks, if the loss of a step was not finite: weights were updated by it."""
@@ -194,3 +211,10 @@ class AsynchronousExecutor(Executor):
             )
             error.shared = True
             raise error
+
+
+def _give(groups: Sequence[dict[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
+    """Give parameter groups these options."""
+    for group, own in zip(groups, options, strict=False):  # groups may have been added
+        set_rate(group, own["lr"])
+        group.update({key: value for key, value in own.items() if key != "lr"})

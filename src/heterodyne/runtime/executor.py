@@ -159,8 +159,11 @@ class Executor:
         # A whole backward completes gradients while it goes on; the halves of one complete them at their end.
         self._last_of_stage = {a.stage: a for a in self._actions if a.kind == "B"}
 
-    def finish(self) -> bool:
-        """End what an earlier step has left to do, and return whether there was anything: here each step ends before the next begins."""
+    def finish(self, *, checked: bool = True) -> bool:  # noqa: ARG002  # there is nothing to check here
+        """End what an earlier step has left to do, and return whether there was anything: here each step ends before the next begins.
+
+        ``checked``: raise what is wrong with that step.
+        """
         return False
 
     @property

@@ -445,9 +445,9 @@ class Worker:
         with self._variants.writes.excepted():
             yield
 
-    def finish(self) -> None:
-        """End the latest step on all ranks, where the next one would have done so. Collective."""
-        if self._executor.finish():
+    def finish(self, *, checked: bool = True) -> None:
+        """End the latest step on all ranks, where the next one would have done so. Collective. ``checked``: raise what is wrong with it."""
+        if self._executor.finish(checked=checked):
             self._model.leave(look=is_looked_at(self.steps_done))
             self._variants.writes.leave()
 
@@ -487,6 +487,8 @@ class Worker:
 
     def sample(self) -> Sample:
         """A few values of the weights and buffers that other ranks must have alike. Collective."""
+        if self._executor.under_way:  # then no trained weight is on two ranks
+            return self._model.sample()
         with self._brought_together():
             return self._model.sample()
 
@@ -554,6 +556,7 @@ class Worker:
         step = int(state["step"])
         if not 0 <= step < 2**53:
             raise CheckpointError(f"its step is {step:,}")
+        self.finish(checked=False)
         self._model.state.load(state)
         for number, saved in state.get(_AVERAGES, {}).items():
             place = int(number)

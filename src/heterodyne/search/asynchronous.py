@@ -27,7 +27,8 @@ def asynchronous(
     """
     cuts = FinerCuts(model=model)
     ranked = sorted((d.id for d in model.cluster.devices), key=lambda device: -model.compute[device].rate())
-    for count in sorted({len(ranked), len(ranked) - 1, len(ranked) // 2, 2} - {0, 1}, reverse=True):
+    counts = {len(ranked), len(ranked) - 1, len(ranked) // 2, min(2, len(ranked))} - {0, 1}
+    for count in sorted(counts, reverse=True):
         line = [device.id for device in model.cluster.devices if device.id in ranked[:count]]
         for size in sizes:
             micro_batches = MicroBatches.of_samples(samples, size)

@@ -6,7 +6,7 @@ moments corrected for their bias and with the decay of AdamW, of SGD ``w - lr * 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,24 +74,29 @@ class PredictedWeights:
             int, tuple[dict[str, Tensor], dict[str, Tensor]]
         ] = {}  # by step: the values, and as forwards read them
 
+    @property
+    def parameters(self) -> Collection[nn.Parameter]:
+        """Those that are predicted."""
+        return self._parameters.values()
+
     def has(self, step: int) -> bool:
         """Return whether the weights of a step were predicted."""
         return step in self._shown
 
     @torch.no_grad()
-    def predict(self, step: int, rates: Sequence[float]) -> None:
-        """Predict the weights of a step by one update more; ``rates``: of that update, one for each group of the optimizer."""
+    def predict(self, step: int, options: Sequence[Mapping[str, Any]]) -> None:
+        """Predict the weights of a step by one update more; ``options``: of the groups of the optimizer in that update."""
         held = self._free.pop() if self._free else {n: torch.empty_like(p) for n, p in self._parameters.items()}
         groups = {
-            id(p): (group, rate)
-            for group, rate in zip(self._optimizer.param_groups, rates, strict=True)
+            id(p): own
+            for group, own in zip(self._optimizer.param_groups, options, strict=False)  # groups may have been added
             for p in group["params"]
         }
         for name, value in held.items():
             own = self._updated[name]
             state = self._optimizer.state.get(own)
             if state:
-                value.copy_(_predicted(own, state, *groups[id(own)]))
+                value.copy_(_predicted(own, state, groups[id(own)]))
             else:
                 value.copy_(own)
         with torch.enable_grad():
@@ -121,9 +126,9 @@ class PredictedWeights:
         self._shown.clear()
 
 
-def _predicted(weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any], rate: float) -> Tensor:
+def _predicted(weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
     """Return a weight after one more update by the moments of the optimizer."""
-    sign = 1 if group["maximize"] else -1
+    sign, rate = 1 if group["maximize"] else -1, group["lr"]
     if "exp_avg" not in state:
         return weight.add(state["momentum_buffer"], alpha=sign * rate)
     (first, second), done = group["betas"], float(state["step"])
