@@ -233,6 +233,16 @@ def test_tokens_travel_to_their_experts(pool: Pool, samples: tuple[int, ...], ex
     require_exact(pool, "marked_mixtral", spread(len(samples), pipeline))
 
 
+@pytest.mark.parametrize("hosts", ["aab", "abb"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tokens_travel_once_to_each_host(pool: Pool, hosts: str, overlap: bool) -> None:
+    graph = captured("marked_mixtral")
+    marked = tuple((task_graph.name, "split", (2, 1, 2)) for task_graph in graph.task_graphs)
+    stage = StageOf(len(graph.ops), (2, 0, 1), (2, 1, 1), marked=marked, overlap=overlap, hierarchical=True)
+    plan = Spread(world=3, schedule="1F1B", pipelines=(PipelineOf((2, 5, 1), (stage,)),), hosts=hosts)
+    require_exact(pool, "marked_mixtral", plan)
+
+
 def test_experts_in_each_row(pool: Pool) -> None:
     """Replicas, and in each of them experts and samples in shares of their own."""
     graph = captured("marked_mixtral")
