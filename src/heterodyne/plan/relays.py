@@ -6,16 +6,13 @@ several members of the host need is sent once (Nie et al., "HetuMoE", 2022).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from heterodyne.cluster.spec import Cluster
+from collections.abc import Hashable, Sequence
 
 __all__ = ["hosts_of", "members_of", "relays"]
 
 
-def hosts_of(cluster: Cluster, devices: Sequence[str]) -> tuple[int, ...]:
-    """Return the number of the host of each device; hosts are counted from 0 on as they first come."""
-    nodes = [cluster.device(device).node for device in devices]
+def hosts_of(nodes: Sequence[Hashable]) -> tuple[int, ...]:
+    """Return the number of the host of each member from the names of their nodes, counted from 0 on as they first come."""
     number = {node: place for place, node in enumerate(dict.fromkeys(nodes))}
     return tuple(number[node] for node in nodes)
 

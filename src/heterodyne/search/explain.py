@@ -246,6 +246,11 @@ def _in_parts(planned: Planned, pipeline: Pipeline) -> str:
         f"{' + '.join(stage.devices)} hold the model in parts{rows} ({widths}) for {pipeline.micro_batches.samples} samples "
         f"({pipeline.micro_batches}): {cut / max(1, planned.graph.parameter_bytes):.0%} of its weights are cut, and they exchange tensors "
         f"{meetings} times a micro-batch."
+        + (
+            " Tokens go to their experts once to each host, which its links are slow enough for."
+            if stage.hierarchical
+            else ""
+        )
     )
 
 

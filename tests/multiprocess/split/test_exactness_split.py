@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -69,15 +71,23 @@ def test_replicas_sequences_and_weights(pool: Pool) -> None:
     require_exact(pool, "llama", spread(8, PipelineOf((2, 4, 1), (stage,))))
 
 
+@pytest.mark.parametrize("hosts", ["", "abab", "aaab"])
 @pytest.mark.parametrize("kind", ["replicate", "context"])
-def test_experts_along_two_axes(pool: Pool, kind: str) -> None:
+def test_experts_along_two_axes(pool: Pool, kind: str, hosts: str) -> None:
     """Of samples or sequences along the one axis, and of weights along the other."""
     graph = captured("marked_mixtral")
     marked = tuple((task_graph.name, "split", (1, 2)) for task_graph in graph.task_graphs)
     stage = StageOf(
-        len(graph.ops), (0, 1, 2, 3), (2, 1), kind=kind, marked=marked, inner=(("split", (1, 2)),), free=True
+        len(graph.ops),
+        (0, 1, 2, 3),
+        (2, 1),
+        kind=kind,
+        marked=marked,
+        inner=(("split", (1, 2)),),
+        free=True,
+        hierarchical=bool(hosts),
     )
-    require_exact(pool, "marked_mixtral", spread(4, PipelineOf((2, 3, 1), (stage,))))
+    require_exact(pool, "marked_mixtral", replace(spread(4, PipelineOf((2, 3, 1), (stage,))), hosts=hosts))
 
 
 @pytest.mark.parametrize("name", ["transformer", "attention"])
@@ -239,8 +249,7 @@ def test_tokens_travel_once_to_each_host(pool: Pool, hosts: str, overlap: bool) 
     graph = captured("marked_mixtral")
     marked = tuple((task_graph.name, "split", (2, 1, 2)) for task_graph in graph.task_graphs)
     stage = StageOf(len(graph.ops), (2, 0, 1), (2, 1, 1), marked=marked, overlap=overlap, hierarchical=True)
-    plan = Spread(world=3, schedule="1F1B", pipelines=(PipelineOf((2, 5, 1), (stage,)),), hosts=hosts)
-    require_exact(pool, "marked_mixtral", plan)
+    require_exact(pool, "marked_mixtral", replace(spread(3, PipelineOf((2, 5, 1), (stage,))), hosts=hosts))
 
 
 def test_experts_in_each_row(pool: Pool) -> None:

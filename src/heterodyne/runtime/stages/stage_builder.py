@@ -393,7 +393,8 @@ def _teams(plan: Plan, cluster: Cluster, channels: Channels) -> dict[int, SplitT
                     for devices in along:
                         key = (tuple(map(cluster.rank, devices)), stage.hierarchical)
                         if key not in made:
-                            made[key] = _group(key[0], channels, hosts_of(cluster, devices) if key[1] else ())
+                            nodes = [cluster.device(device).node for device in devices if stage.hierarchical]
+                            made[key] = _group(key[0], channels, hosts_of(nodes))
                         if (group := made[key]) is not None:
                             groups.append(group)
                 if groups:
