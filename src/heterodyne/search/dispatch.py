@@ -8,6 +8,7 @@ from __future__ import annotations
 from heterodyne.cost.model import CostModel
 from heterodyne.graph.cut import stage_ops
 from heterodyne.plan.plan import Pipeline, Stage
+from heterodyne.search.planned import HOPS_PAY
 from heterodyne.search.predict import with_stages
 
 __all__ = ["with_cheaper_dispatch"]
@@ -24,8 +25,9 @@ def with_cheaper_dispatch(model: CostModel, pipeline: Pipeline) -> Pipeline:
         mixtures = any(op.kind == "experts" for op in stage_ops(model.graph, *stage.ops))
         if not stage.sharded or not mixtures or len(nodes) == 1:
             return stage.model_copy(update={"hierarchical": False})
-        ways = [stage.model_copy(update={"hierarchical": each}) for each in (False, True)]
-        return min(ways, key=lambda way: _seconds(model, pipeline, number, way))
+        direct, once = (stage.model_copy(update={"hierarchical": each}) for each in (False, True))
+        pays = _seconds(model, pipeline, number, once) < HOPS_PAY * _seconds(model, pipeline, number, direct)
+        return once if pays else direct
 
     return with_stages(pipeline, chosen)
 

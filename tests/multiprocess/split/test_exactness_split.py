@@ -244,12 +244,23 @@ def test_tokens_travel_to_their_experts(pool: Pool, samples: tuple[int, ...], ex
 
 
 @pytest.mark.parametrize("hosts", ["aab", "abb"])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_tokens_travel_once_to_each_host(pool: Pool, hosts: str, overlap: bool) -> None:
+@pytest.mark.parametrize("how", ["plain", "halves in turns", "recomputed"])
+def test_tokens_travel_once_to_each_host(pool: Pool, hosts: str, how: str) -> None:
     graph = captured("marked_mixtral")
     marked = tuple((task_graph.name, "split", (2, 1, 2)) for task_graph in graph.task_graphs)
-    stage = StageOf(len(graph.ops), (2, 0, 1), (2, 1, 1), marked=marked, overlap=overlap, hierarchical=True)
-    require_exact(pool, "marked_mixtral", replace(spread(3, PipelineOf((2, 5, 1), (stage,))), hosts=hosts))
+    again = tuple(range(len(graph.blocks))) if how == "recomputed" else ()
+    stage = StageOf(
+        len(graph.ops),
+        (2, 0, 1),
+        (2, 1, 1),
+        recompute=again,
+        marked=marked,
+        overlap=how == "halves in turns",
+        hierarchical=True,
+    )
+    schedule = "1F1B" if how == "recomputed" else "ZBH1"
+    plan = spread(3, PipelineOf((2, 5, 1), (stage,)), schedule=schedule)
+    require_exact(pool, "marked_mixtral", replace(plan, hosts=hosts))
 
 
 def test_experts_in_each_row(pool: Pool) -> None:

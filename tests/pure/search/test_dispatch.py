@@ -13,12 +13,15 @@ from heterodyne.cost.model import CostModel
 from heterodyne.graph import Block, Input, Loss, ModelGraph, Op, Parameter, Ref, Size, TensorSpec
 from heterodyne.graph.ir import Argument
 from heterodyne.graph.size import ZERO
+from heterodyne.graph.task_graphs import TaskGraph
 from heterodyne.plan import Axis, Layout, MicroBatches, Pipeline, Plan, Region, Stage
 from heterodyne.plan.check import violations
 from heterodyne.plan.lower import lower
 from heterodyne.plan.mesh import Kind
 from heterodyne.plan.plan import Exchange
 from heterodyne.search.dispatch import with_cheaper_dispatch
+from heterodyne.search.explain import paragraph
+from heterodyne.search.planner import plan
 from heterodyne.search.predict import plan_of
 from heterodyne.sim import simulate
 from pure.build import cluster, linear, profile
@@ -146,6 +149,15 @@ def test_the_link_between_hosts_decides(between: float, once: bool, met: bool) -
     assert violations(plans[0], model.graph, model.cluster) == ()
     simulated = [step_s(model, plan) for plan in plans]
     assert simulated[0] < simulated[1]
+
+
+@pytest.mark.parametrize(("between", "once"), [(1e7, True), (1e9, False)])
+def test_the_planner_chooses_and_tells(between: float, once: bool) -> None:
+    model = model_of(between)
+    marked = replace(model.graph, task_graphs=(TaskGraph(name="experts", kind="split", device_count=4),))
+    found = plan(marked, model.cluster, model.profile, global_batch_size=TOKENS, micro_batch_sizes=(TOKENS,))
+    assert found.plan.pipelines[0].stages[0].hierarchical is once
+    assert ("once to each host" in paragraph(found)) is once
 
 
 def test_a_stage_exchanges_what_its_mixture_does() -> None:
