@@ -143,7 +143,7 @@ class Wires:
             transfer += bytes_s - carried_s
         return own, latency, transfer
 
-    def _carried_s(self, exchanged: Round) -> float:
+    def _carried_s(self, exchanged: Sequence[Sequence[float]]) -> float:
         """Seconds in which the busiest member copies its messages into the memory of the link and out of it."""
         moved = self._sent_and_received(exchanged)
         return max(2 * byte_s * size for byte_s, size in zip(self.copies_s_per_byte, moved, strict=True))
@@ -155,6 +155,12 @@ class Wires:
         return [
             sum(exchanged[own][other] + exchanged[other][own] for other in places if other != own) for own in places
         ]
+
+    def _inside_s(self, exchanged: Sequence[Sequence[float]]) -> tuple[float, float]:
+        """The same among the members of one host. CPUs there share memory: what they copy is all, where no more was measured."""
+        latency_s, bytes_s = self._on_the_way_s(exchanged)
+        shared = self.by_hand and self.met is None
+        return latency_s, min(bytes_s, self._carried_s(exchanged)) if shared else bytes_s
 
     @staticmethod
     def _crossing(exchanged: Sequence[Sequence[float]], members: Sequence[int]) -> float:
@@ -174,8 +180,7 @@ class Wires:
         crossing = [self._crossing(exchanged, members) for members, _ in self.inside]
         if crossing and not any(crossing):
             parts = ([[exchanged[i][j] for j in members] for i in members] for members, _ in self.inside)
-            each_s = [wires._on_the_way_s(part) for part, (_, wires) in zip(parts, self.inside, strict=True)]
-            return max(each_s, key=sum)
+            return max((wires._inside_s(part) for part, (_, wires) in zip(parts, self.inside, strict=True)), key=sum)
         if self.met is not None:
             # The bytes of each member for each other one in an even exchange that fills the links of the hosts, or the ports, as long.
             others = max(sum(map(bool, row)) - bool(row[own]) for own, row in enumerate(exchanged))
