@@ -157,7 +157,9 @@ class Wires:
         ]
 
     def _inside_s(self, exchanged: Sequence[Sequence[float]]) -> tuple[float, float]:
-        """The same among the members of one host. CPUs there share memory: what they copy is all, where no more was measured."""
+        """Latency and seconds of transfer among the members of one host. CPUs there share memory: where their exchanges were not measured,
+        they take no longer than the copies.
+        """
         latency_s, bytes_s = self._on_the_way_s(exchanged)
         shared = self.by_hand and self.met is None
         return latency_s, min(bytes_s, self._carried_s(exchanged)) if shared else bytes_s
@@ -182,7 +184,7 @@ class Wires:
             parts = ([[exchanged[i][j] for j in members] for i in members] for members, _ in self.inside)
             return max((wires._inside_s(part) for part, (_, wires) in zip(parts, self.inside, strict=True)), key=sum)
         if self.met is not None:
-            # The bytes of each member for each other one in an even exchange that fills the links of the hosts, or the ports, as long.
+            # The bytes for each other member of an even exchange that takes as long on the links of the hosts, or in the ports.
             others = max(sum(map(bool, row)) - bool(row[own]) for own, row in enumerate(exchanged))
             each = max(crossing, default=max(self._sent_and_received(exchanged)) / (2 * max(1, others)))
             return self.met.latency_s, self.met.s_per_byte * each

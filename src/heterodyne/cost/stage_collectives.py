@@ -150,8 +150,8 @@ def _statistics(op: Op, rule: Rule, parts: StageShares) -> StageCollective:
 
 
 def _there_and_back(op: Op, rule: Rule, parts: StageShares, hosts: Sequence[int]) -> StageCollective:
-    """All-to-all from the slices of the first letter to those of the second, as if all were equally likely, and back: of a mixture, in
-    stages where it has several hosts.
+    """The all-to-alls of a mixture: from the slices of the first letter to those of the second, and back. Over several hosts they are
+    hierarchical.
     """
     strategy = parts.sharding.strategies[op.name]
     first, second = (

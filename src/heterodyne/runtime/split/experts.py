@@ -130,7 +130,7 @@ Dispatch: TypeAlias = ExpertDispatch | HierarchicalDispatch
 def dispatch(
     group: Group, tokens: Tensor, indices: Tensor, weights: Tensor, *, sizes: Sequence[int], run: Run
 ) -> Dispatch:
-    """Start the mixture for sharded tokens, in stages where the group has `Hosts`. Collective."""
+    """Start the mixture for sharded tokens, hierarchically where the group has `Hosts`. Collective."""
     way = ExpertDispatch if group.hosts is None else HierarchicalDispatch
     return way(group, tokens, indices, weights, sizes=sizes, run=run)
 
@@ -221,7 +221,7 @@ def _route_between(group: Group, indices: Tensor, sizes: Sequence[int], origins:
 
 
 def _route_to_hosts(group: Group, hosts: Sequence[int], indices: Tensor, sizes: Sequence[int]) -> _Between:
-    """The route of sharded tokens to relays. What are choices elsewhere are the hosts of a token here. Collective."""
+    """The route of sharded tokens to relays, on which the choices of a token are its hosts. Collective."""
     to = relays(hosts)[group.position]
     in_order = sorted(range(len(to)), key=to.__getitem__)
     host_of = torch.tensor(hosts).repeat_interleave(torch.tensor(sizes)).to(indices.device)
