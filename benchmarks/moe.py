@@ -39,7 +39,7 @@ MARK = 2**31 - 1  # the largest that a plan takes
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """``steps`` of each way in each of the ``rounds``, of ``samples`` sequences of ``length`` tokens each."""
+    """``steps`` of each way in each of the ``rounds``, of ``samples`` sequences of ``length`` tokens each, with ``choices`` of experts."""
 
     width: int
     inner: int
@@ -50,6 +50,7 @@ class Size:
     rounds: int
     steps: int
     budget_s: float
+    choices: int = 2
     shares: tuple[int, ...] = ()
     """Of the devices, by their speeds."""
 
@@ -108,7 +109,7 @@ def mixtral(size: Size) -> torch.nn.Module:
     config = MixtralConfig(
         vocab_size=256, hidden_size=size.width, intermediate_size=size.inner, num_hidden_layers=size.layers,
         num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=size.length, num_local_experts=size.experts,
-        num_experts_per_tok=2, tie_word_embeddings=False, attn_implementation="sdpa", use_cache=False,
+        num_experts_per_tok=size.choices, tie_word_embeddings=False, attn_implementation="sdpa", use_cache=False,
     )  # fmt: skip
     model = MixtralForCausalLM(config)
     for layer in model.model.layers:

@@ -61,6 +61,7 @@ BENCHMARKS = (
     "large_head_simulated",
     "overlap",
     "moe",
+    "moe_hosts",
     "disaggregated_experts",
     "families",
     "lives",

@@ -29,7 +29,7 @@ Errors = list[tuple[str, float]]
 
 @dataclass(frozen=True)
 class Spread:
-    """A plan of pipelines for some number of ranks."""
+    """A plan of pipelines for some number of ranks. ``hosts``: see `cluster_of`."""
 
     world: int
     schedule: str
@@ -38,6 +38,7 @@ class Spread:
     precision: str = "fp32"
     compiled: bool = False
     zero: int = 0
+    hosts: str = ""
 
     @property
     def samples(self) -> int:
@@ -54,6 +55,7 @@ class Spread:
             precision=self.precision,
             compile_stages=self.compiled,
             zero=self.zero,
+            hosts=self.hosts,
         )
         assert worker.runs_compiled or not self.compiled
         return worker

@@ -32,13 +32,14 @@ IDLE = None
 Shares = Sequence[Sequence[int] | None]  # for each rank the sizes of its micro-batches, or IDLE
 
 
-def cluster_of(size: int, backends: Sequence[str] | None = None) -> Cluster:
+def cluster_of(size: int, backends: Sequence[str] | None = None, hosts: str = "") -> Cluster:
+    """``hosts``: a letter for that of each device; "": all are on one."""
     kinds = backends or ["cpu"] * size
     return Cluster(
         name="test",
         devices=tuple(
-            Device(id=f"here/{kind}:{rank}", kind=kind, node="here", memory_bytes=2**30, backend=kind)
-            for rank, kind in enumerate(kinds)
+            Device(id=f"{node}/{kind}:{rank}", kind=kind, node=node, memory_bytes=2**30, backend=kind)
+            for rank, (kind, node) in enumerate(zip(kinds, hosts or ["here"] * size, strict=True))
         ),
     )
 
@@ -118,7 +119,8 @@ class StageOf:
 
     ``rows``: shares of an outer axis whose members take samples of their own; (): there is none. ``inner``: kinds and shares of others.
     ``free``: exchanges count for nothing beside work, so that all is cut that can be; else little of a small model is.
-    ``state``: shares of its devices of the optimizer's state. ``offload``: hosts keep it. ``hosted``: blocks whose activations they keep,
+    ``hierarchical``: its tokens go to their experts once to each host. ``state``: shares of its devices of the optimizer's state.
+    ``offload``: hosts keep it. ``hosted``: blocks whose activations they keep,
     ``reload``: from how many passes ahead of a backward on they come back. ``kept``: parameters stay between forward and backward.
     """
 
@@ -129,6 +131,7 @@ class StageOf:
     kind: str = "replicate"
     marked: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     overlap: bool = False
+    hierarchical: bool = False
     rows: tuple[int, ...] = ()
     inner: tuple[tuple[str, tuple[int, ...]], ...] = ()
     free: bool = False
@@ -180,6 +183,7 @@ def staged_plan(
                     reload_ahead=stage.reload if stage.hosted else None,
                     reshard_after_forward=not stage.kept,
                     overlap=stage.overlap,
+                    hierarchical=stage.hierarchical,
                     state_shares=stage.state,
                     offload=stage.offload,
                     exchange=Exchange(latency_bytes=0, flops_per_byte=1) if stage.free else Exchange(),
@@ -218,9 +222,10 @@ def staged_worker(
     zero: int = 0,
     reach: Reach = "element",
     programs: Any = None,
+    hosts: str = "",
     **more: Any,
 ) -> Worker:
-    cluster = cluster_of(world.world_size, world.devices)
+    cluster = cluster_of(world.world_size, world.devices, hosts)
     plan = staged_plan(
         case.graph, cluster, pipelines, schedule, bucket_bytes=bucket_bytes, precision=precision, zero=zero
     )

@@ -99,7 +99,8 @@ class Collectives:
     def send(self, source: str, destination: str) -> AlphaBeta:
         """One transfer; 0 between a device and itself. Raises MeasureError if nothing is known of the link.
 
-        In order of trust: this pair measured; the cluster file; the smallest measured collective that contains both.
+        In order of trust: this pair measured; the cluster file; other pairs of devices of the same backends and nodes; the smallest
+        measured collective that contains both.
         """
         if source == destination:
             return FREE
@@ -114,6 +115,9 @@ class Collectives:
         if exact:
             return fit(exact)
         link = self.cluster.link(source, destination)
+        alike = self._alike.get(self._ends((source, destination)))
+        if link is None and alike:
+            return fit(alike)
         around = [group for group in self._reduces if {source, destination} <= group]
         if link is None and around:
             near = min(around, key=lambda g: (len(g), sorted(g)))
@@ -141,6 +145,20 @@ class Collectives:
         if not cost.s_per_byte or not cost.latency_s:
             return _BUCKET_BYTES
         return max(1, round(min(float(gradients), sqrt(cost.latency_s * gradients / cost.s_per_byte))))
+
+    @cached_property
+    def _alike(self) -> dict[frozenset[tuple[str, str]], list[tuple[float, float]]]:
+        """Measured transfers, by their ends."""
+        found: dict[frozenset[tuple[str, str]], list[tuple[float, float]]] = {}
+        here = {device.id for device in self.cluster.devices}
+        for sample in self.samples:
+            if sample.op == "send" and here.issuperset(sample.devices):
+                found.setdefault(self._ends(sample.devices), []).append((sample.bytes, sample.seconds))
+        return found
+
+    def _ends(self, devices: Sequence[str]) -> frozenset[tuple[str, str]]:
+        """The nodes and backends of devices."""
+        return frozenset((own.node, own.backend) for own in self.cluster.devices if own.id in devices)
 
     def busy(self, device: str, other: str) -> AlphaBeta:
         """Compute seconds of ``device`` per message to or from ``other``; 0 where no processor carries it.

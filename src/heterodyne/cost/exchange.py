@@ -19,6 +19,7 @@ from heterodyne.cluster.spec import Cluster
 from heterodyne.cost.collective import AlphaBeta, Collectives
 from heterodyne.cost.routes import link_between
 from heterodyne.graph.sharding.layout import Collective, reduced_at_once
+from heterodyne.plan.relays import hosts_of, members_of
 
 __all__ = ["Round", "Wires", "buffer_bytes", "rounds", "to_everyone"]
 
@@ -95,6 +96,7 @@ class Wires:
         copies_s_per_byte: seconds in which each member reads or writes a byte of its memory.
         met: what a collective between members that compute meanwhile adds, by the bytes of each for each other one, where that was
             measured: then it replaces transfers, links and ports.
+        inside: of members on several hosts, those of each host and the links between them.
         by_hand: members copy bytes into the memory of a link and out of it themselves, as CPUs do.
     """
 
@@ -103,6 +105,7 @@ class Wires:
     ports: tuple[tuple[str, str], ...]
     copies_s_per_byte: tuple[float, ...]
     met: AlphaBeta | None = None
+    inside: tuple[tuple[tuple[int, ...], Wires], ...] = ()
     by_hand: bool = False
 
     @classmethod
@@ -110,12 +113,20 @@ class Wires:
         cls, devices: Sequence[str], cluster: Cluster, collectives: Collectives, copies_s_per_byte: Sequence[float]
     ) -> Wires:
         """Raises MeasureError if nothing is known of a link."""
+        hosts = members_of(hosts_of([cluster.device(device).node for device in devices]))
+
+        def of_host(members: tuple[int, ...]) -> Wires:
+            return cls.between(
+                [devices[n] for n in members], cluster, collectives, [copies_s_per_byte[n] for n in members]
+            )
+
         return cls(
             transfers=tuple(tuple(collectives.send(a, b) for b in devices) for a in devices),
             links=tuple(tuple(link_between(cluster, a, b) for b in devices) for a in devices),
             ports=tuple((a, a) if cluster.device(a).backend == "cpu" else (f"from {a}", f"to {a}") for a in devices),
             copies_s_per_byte=tuple(copies_s_per_byte),
             met=collectives.exchange(devices),
+            inside=tuple((members, of_host(members)) for members in hosts) if len(hosts) > 1 else (),
             by_hand=any(cluster.device(d).backend == "cpu" for d in devices),
         )
 
@@ -132,18 +143,33 @@ class Wires:
             transfer += bytes_s - carried_s
         return own, latency, transfer
 
-    def _carried_s(self, exchanged: Round) -> float:
+    def _carried_s(self, exchanged: Sequence[Sequence[float]]) -> float:
         """Seconds in which the busiest member copies its messages into the memory of the link and out of it."""
         moved = self._sent_and_received(exchanged)
         return max(2 * byte_s * size for byte_s, size in zip(self.copies_s_per_byte, moved, strict=True))
 
     @staticmethod
-    def _sent_and_received(exchanged: Round) -> list[float]:
+    def _sent_and_received(exchanged: Sequence[Sequence[float]]) -> list[float]:
         """Bytes of each member, to others and from them."""
         places = range(len(exchanged))
         return [
             sum(exchanged[own][other] + exchanged[other][own] for other in places if other != own) for own in places
         ]
+
+    def _inside_s(self, exchanged: Sequence[Sequence[float]]) -> tuple[float, float]:
+        """Latency and seconds of transfer among the members of one host. CPUs there share memory: where their exchanges were not measured,
+        they take no longer than the copies.
+        """
+        latency_s, bytes_s = self._on_the_way_s(exchanged)
+        shared = self.by_hand and self.met is None
+        return latency_s, min(bytes_s, self._carried_s(exchanged)) if shared else bytes_s
+
+    @staticmethod
+    def _crossing(exchanged: Sequence[Sequence[float]], members: Sequence[int]) -> float:
+        """Bytes that leave the members of a host and come to them, by pair with a member of another one and direction."""
+        others = [other for other in range(len(exchanged)) if other not in members]
+        pairs = [(own, other) for own in members for other in others]
+        return sum(exchanged[own][other] + exchanged[other][own] for own, other in pairs) / (2 * len(pairs))
 
     def _copies_s(self, exchanged: Round) -> float:
         """Packing before and unpacking after, a member's own part included."""
@@ -151,11 +177,16 @@ class Wires:
         each = list(zip(self.copies_s_per_byte, left, came, strict=True))
         return 2 * (max(byte_s * size for byte_s, size, _ in each) + max(byte_s * size for byte_s, _, size in each))
 
-    def _on_the_way_s(self, exchanged: Round) -> tuple[float, float]:
-        """Latency, and seconds of transfer."""
+    def _on_the_way_s(self, exchanged: Sequence[Sequence[float]]) -> tuple[float, float]:
+        """Latency, and seconds of transfer. What stays on the hosts takes as long as on the slowest one."""
+        crossing = [self._crossing(exchanged, members) for members, _ in self.inside]
+        if crossing and not any(crossing):
+            parts = ([[exchanged[i][j] for j in members] for i in members] for members, _ in self.inside)
+            return max((wires._inside_s(part) for part, (_, wires) in zip(parts, self.inside, strict=True)), key=sum)
         if self.met is not None:
+            # The bytes for each other member of an even exchange that takes as long on the links of the hosts, or in the ports.
             others = max(sum(map(bool, row)) - bool(row[own]) for own, row in enumerate(exchanged))
-            each = max(self._sent_and_received(exchanged)) / (2 * max(1, others))
+            each = max(crossing, default=max(self._sent_and_received(exchanged)) / (2 * max(1, others)))
             return self.met.latency_s, self.met.s_per_byte * each
         latency_s = 0.0
         busy: dict[str, float] = {}  # seconds of each port and of each link

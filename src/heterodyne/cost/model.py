@@ -66,7 +66,7 @@ class CostModel:
     _asked: dict[tuple[Pipeline, int, int], ShardedStageCost | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _sharded_stages: dict[tuple[int, tuple[str, ...], bool], ShardedStageCost] = field(
+    _sharded_stages: dict[tuple[int, tuple[str, ...], bool, bool], ShardedStageCost] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -169,7 +169,12 @@ class CostModel:
         if sharding is None:
             return None
         devices = stage.rows[row]
-        key = (id(sharding), devices, stage.overlap)  # which holds on to the sharding, so that no other one has its id
+        key = (
+            id(sharding),
+            devices,
+            stage.overlap,
+            stage.hierarchical,
+        )  # which holds on to the sharding, so that no other one has its id
         if key not in self._sharded_stages:
             self._sharded_stages[key] = ShardedStageCost(
                 ops=stage.ops,
@@ -179,6 +184,7 @@ class CostModel:
                 wires=self._wires(devices),
                 halves=self._halves,
                 overlap=stage.overlap,
+                nodes=tuple(self.cluster.device(device).node for device in devices if stage.hierarchical),
             )
         return self._sharded_stages[key]
 

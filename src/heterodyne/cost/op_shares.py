@@ -46,10 +46,13 @@ class OpShares:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageShares:
-    """The shares of all ops of a stage. ``samples``: of the micro-batch, which all members work on."""
+    """The shares of all ops of a stage. ``samples``: of the micro-batch, which all members work on. ``nodes``: that of each member, where
+    the all-to-alls of experts are hierarchical.
+    """
 
     sharding: Sharding
     samples: int
+    nodes: tuple[str, ...] = ()
     _known: dict[str, OpShares] = field(default_factory=dict, repr=False)
     _cuts: dict[tuple[Ref, Layout], Fractions] = field(default_factory=dict, repr=False)
 

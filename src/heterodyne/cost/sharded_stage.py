@@ -43,6 +43,7 @@ class ShardedStageCost:
         wires: between them.
         halves: the split of the backward of each op.
         overlap: micro-batches run as two halves whose collectives overlap with computing.
+        nodes: that of each member, where the all-to-alls of experts are hierarchical.
     """
 
     ops: Ops
@@ -52,6 +53,7 @@ class ShardedStageCost:
     wires: Wires
     halves: BackwardSplit
     overlap: bool = False
+    nodes: tuple[str, ...] = ()
     _parts: dict[int, StageShares] = field(default_factory=dict, repr=False)
     _lines: dict[tuple[int, Ops], tuple[tuple[int, StageCollective | None], ...]] = field(
         default_factory=dict, repr=False
@@ -68,7 +70,7 @@ class ShardedStageCost:
     def parts(self, samples: int) -> StageShares:
         """Shares of each op for micro-batches of so many samples."""
         if samples not in self._parts:
-            self._parts[samples] = StageShares(sharding=self.sharding, samples=samples)
+            self._parts[samples] = StageShares(sharding=self.sharding, samples=samples, nodes=self.nodes)
         return self._parts[samples]
 
     def together_s(self, kind: Pass, samples: int, ops: Ops | None = None) -> tuple[float, float]:

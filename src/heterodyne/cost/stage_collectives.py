@@ -7,11 +7,13 @@ backward has the conjugate collectives in reverse order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Final
 
 from heterodyne.cost.exchange import Round, rounds, to_everyone
+from heterodyne.cost.expert_rounds import MixtureRows, direct, hierarchical
 from heterodyne.cost.op_shares import StageShares
 from heterodyne.graph.ir import Op, Ref
 from heterodyne.graph.sharding import REPLICATE, Exchange
@@ -19,13 +21,13 @@ from heterodyne.graph.sharding.layout import Collective
 from heterodyne.graph.sharding.rule import Rule
 from heterodyne.graph.sharding.rules import rule_of
 from heterodyne.plan.mesh import lines
+from heterodyne.plan.relays import hosts_of
 
 __all__ = ["StageCollective", "conversion", "exchanges_of", "within"]
 
 _WIDE_BYTES: Final = 4
 """Statistics are computed in single precision."""
 
-_COUNT_BYTES: Final = 8
 _A_ROW: Final[Mapping[str, tuple[int, int]]] = {"cross_entropy_loss": (4, 0)}
 _OTHERWISE: Final = (2, 1)
 """Numbers a row that the ops of `heterodyne.runtime.split.vocabulary` send, forward and backward, if their classes are cut."""
@@ -57,7 +59,7 @@ def conversion(axis: int, exchange: Exchange, parts: StageShares) -> StageCollec
         backward=_converted(exchange, exchange.steps.backward, own, back=True),
         inside=False,
     )
-    return _on_mesh(meeting, parts, axis, exchange.tensor)
+    return _on_mesh([meeting] * (parts.members // own.members), parts, axis, exchange.tensor)
 
 
 def _converted(
@@ -82,39 +84,51 @@ def _converted(
 
 def within(op: Op, parts: StageShares) -> StageCollective | None:
     """The collective inside an op; None for most. It is along one mesh axis at most."""
-    found = ((axis, _within(op, own)) for axis, own in enumerate(parts.along))
-    return next((_on_mesh(made, parts, axis, op.operands[0]) for axis, made in found if made is not None), None)
+    nodes = lines(parts.nodes or ("",) * parts.members, [own.members for own in parts.along])
+    for axis, own in enumerate(parts.along):
+        of_groups = [_within(op, own, hosts_of(of_group)) for of_group in nodes[axis]]
+        made = [meeting for meeting in of_groups if meeting is not None]
+        if made:
+            return _on_mesh(made, parts, axis, op.operands[0])
+    return None
 
 
-def _on_mesh(meeting: StageCollective, parts: StageShares, axis: int, ref: Ref) -> StageCollective:
+def _on_mesh(meetings: Sequence[StageCollective], parts: StageShares, axis: int, ref: Ref) -> StageCollective:
     """The collective of one axis, run at once by each group of devices with the same coordinates along the other axes, each on its part of
-    the tensor.
+    the tensor. ``meetings``: of each group.
     """
     if len(parts.along) == 1:
-        return meeting
+        return meetings[0]
     sizes = [own.members for own in parts.along]
     layouts = [REPLICATE if number == axis else layout for number, layout in enumerate(parts.lies(ref))]
     held = parts.of_tensor(ref, *layouts)
     groups = lines(range(parts.members), sizes)[axis]
 
-    def of_all(sent: Round) -> Round:
+    def of_all(*sent: Round) -> Round:
         full = [[0.0] * parts.members for _ in range(parts.members)]
-        for group in groups:
-            for source, row in zip(group, sent, strict=True):
+        for group, of_group in zip(groups, sent, strict=True):
+            for source, row in zip(group, of_group, strict=False):
                 for target, size in zip(group, row, strict=True):
                     full[source][target] = size * held[source]
         return tuple(map(tuple, full))
 
-    return replace(meeting, forward=tuple(map(of_all, meeting.forward)), backward=tuple(map(of_all, meeting.backward)))
+    def together(sent: Iterator[tuple[Round, ...]]) -> tuple[Round, ...]:
+        return tuple(of_all(*each) for each in zip_longest(*sent, fillvalue=()))
+
+    return replace(
+        meetings[0],
+        forward=together(meeting.forward for meeting in meetings),
+        backward=together(meeting.backward for meeting in meetings),
+    )
 
 
-def _within(op: Op, parts: StageShares) -> StageCollective | None:
+def _within(op: Op, parts: StageShares, hosts: Sequence[int]) -> StageCollective | None:
     graph, strategy = parts.sharding.graph, parts.sharding.strategies[op.name]
     if not strategy.divides:
         return None
     rule = rule_of(op, graph)
     if strategy.name in rule.together:
-        return _there_and_back(op, rule, parts)
+        return _there_and_back(op, rule, parts, hosts)
     if strategy.name in rule.exchanged:
         return _statistics(op, rule, parts)
     if op.kind == "cross_entropy_loss" and op.argument("reduction") == _MEAN:
@@ -135,8 +149,10 @@ def _statistics(op: Op, rule: Rule, parts: StageShares) -> StageCollective:
     )
 
 
-def _there_and_back(op: Op, rule: Rule, parts: StageShares) -> StageCollective:
-    """All-to-all from the slices of the first letter to those of the second, as if all were equally likely, and back."""
+def _there_and_back(op: Op, rule: Rule, parts: StageShares, hosts: Sequence[int]) -> StageCollective:
+    """The all-to-alls of a mixture: from the slices of the first letter to those of the second, and back. Over several hosts they are
+    hierarchical.
+    """
     strategy = parts.sharding.strategies[op.name]
     first, second = (
         next(
@@ -146,9 +162,13 @@ def _there_and_back(op: Op, rule: Rule, parts: StageShares) -> StageCollective:
         )
         for letter in strategy.name
     )
-    size = rule.together[strategy.name](parts.samples)
-    (there,) = rounds("all_to_all", size, parts.members, source=first, target=second)
-    back = tuple(zip(*there, strict=True))
-    counts = to_everyone(_COUNT_BYTES * sum(second), parts.members)
-    ways = (there, back) if any(op.differentiable) else ()
-    return StageCollective(forward=(counts, there, back), backward=ways, inside=False)
+    tokens, indices, weights = (parts.sharding.graph.spec(ref) for ref in op.operands[:3])
+    mixture = MixtureRows(
+        tokens=first,
+        experts=second,
+        choices=int(indices.shape[1](1)),
+        row_bytes=tokens.bytes(parts.samples) / max(1, sum(first)),
+        weight_bytes=weights.bytes(parts.samples) / max(1.0, weights.numel(parts.samples)),
+    )
+    forward, backward = hierarchical(mixture, hosts) if max(hosts) else direct(mixture)
+    return StageCollective(forward=forward, backward=backward if any(op.differentiable) else (), inside=False)

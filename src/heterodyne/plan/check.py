@@ -282,6 +282,8 @@ def _of_stage(stage: Stage, graph: ModelGraph) -> list[str]:
             broken.append(f"has region {region.task_graph!r} with no share; only ratios count, so write 1")
     if stage.overlap and not stage.sharded:
         broken.append("has 'overlap', and exchanges nothing while it computes: it must be sharded over several devices")
+    if stage.hierarchical and not stage.sharded:
+        broken.append("has 'hierarchical', and no tokens go to other devices: it must be sharded over several devices")
     again = _of_recompute(stage, graph)
     return [*broken, *faults_of_mesh(stage), *again, *([] if again else _of_keep(stage, graph))]
 

@@ -76,6 +76,7 @@ def _of_pipeline(old: Pipeline, new: Pipeline) -> list[str]:
                 "reload_ahead",
                 "state_shares",
                 "overlap",
+                "hierarchical",
                 "offload",
                 "reshard_after_forward",
             )

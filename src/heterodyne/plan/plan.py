@@ -102,7 +102,8 @@ class Stage(PlanPart):
     ``reshard_after_forward``: where parameters are sharded, those of the stage are let go of between its forwards and its backwards, and
     gathered once more; else they stay;
     ``exchange`` and ``overlap`` are only read where a region is not replicated. ``overlap``: each micro-batch runs as two halves in
-    turns, so that what one half exchanges is on its way while the other one computes.
+    turns, so that what one half exchanges is on its way while the other one computes;
+    ``hierarchical``: tokens go to their experts once to each host, and from there to its devices (`heterodyne.plan.relays`).
     """
 
     ops: tuple[Whole, Whole] = (0, 0)
@@ -117,6 +118,7 @@ class Stage(PlanPart):
     state_shares: tuple[Whole, ...] | None = None
     exchange: Exchange = Exchange()
     overlap: bool = False
+    hierarchical: bool = False
     offload: bool = False
     reshard_after_forward: bool = True
 
@@ -368,6 +370,7 @@ _USUAL: Mapping[str, object] = {
     "keep": [],
     "offload_activations": [],
     "overlap": False,
+    "hierarchical": False,
     "offload": False,
     "reshard_after_forward": True,
     "exchange": Exchange().model_dump(mode="json"),

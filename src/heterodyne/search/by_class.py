@@ -24,6 +24,7 @@ from heterodyne.plan.capabilities import Capabilities
 from heterodyne.plan.plan import Pipeline, Plan, Stage
 from heterodyne.search.by_speed import shares_by
 from heterodyne.search.classes import class_cluster, class_names
+from heterodyne.search.dispatch import with_cheaper_dispatch
 from heterodyne.search.fleet.objective import Objective
 from heterodyne.search.fleet.planner import FleetPlanner
 from heterodyne.search.fleet.space import Space
@@ -233,7 +234,7 @@ class ByClass:
         """Plans with several pipelines whose optimizer state is sharded, where they would be weighed below so many seconds."""
         found: list[Candidate] = []
         for plan in plans if self.sharding is not None else ():
-            pipelines = tuple(self._priced(pipeline) for pipeline in plan.pipelines)
+            pipelines = tuple(with_cheaper_dispatch(self._model, self._priced(pipeline)) for pipeline in plan.pipelines)
             whole = plan_of(self._model, self.split.samples, pipelines, plan.schedule)
             if len(pipelines) > 1 and self.sharding is not None:
                 made, played = predict(self._model, whole, self.split.runs)

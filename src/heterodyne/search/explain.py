@@ -243,10 +243,11 @@ def _in_parts(planned: Planned, pipeline: Pipeline) -> str:
     exchanges = [exchange for axis in sharding.axes for exchange in axis.exchanges]
     meetings = sum(bool(e.steps.forward) + bool(e.steps.backward) for e in exchanges)
     rows = f" on each of {len(stage.rows)} rows" if len(stage.rows) > 1 else ""
+    once = " A token goes once to each host that has experts of its choice." if stage.hierarchical else ""
     return (
         f"{' + '.join(stage.devices)} hold the model in parts{rows} ({widths}) for {pipeline.micro_batches.samples} samples "
         f"({pipeline.micro_batches}): {cut / max(1, planned.graph.parameter_bytes):.0%} of its weights are cut, and they exchange tensors "
-        f"{meetings} times a micro-batch."
+        f"{meetings} times a micro-batch.{once}"
     )
 
 

@@ -16,6 +16,7 @@ from heterodyne.sim.run import Simulation
 __all__ = [
     "CUTTING_PAYS",
     "FOLDING_PAYS",
+    "HOPS_PAY",
     "IN_TURNS_PAYS",
     "STATE_ELSEWHERE_PAYS",
     "Candidate",
@@ -55,6 +56,11 @@ device for a moment (a quota's period, a neighbour on the same processor) holds 
 IN_TURNS_PAYS = 0.92
 """Halves in turns are chosen only if so much faster: what hides behind computing also takes time from it where the same processor copies
 messages, and how much is known less well than a wait is.
+"""
+
+HOPS_PAY = 0.9
+"""Tokens go to experts once to each host only if the stage is so much faster: behind each of the two hops all members of a host wait for
+the last one of them, so what holds up one for a moment holds up all, which no prediction counts.
 """
 
 

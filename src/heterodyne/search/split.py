@@ -22,6 +22,7 @@ from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.plan import Exchange, Layout, Pipeline, Plan, Region, Stage
 from heterodyne.plan.virtual_devices import virtual_devices
 from heterodyne.search.by_speed import causal_shares, lighter_pipelines, shares_by
+from heterodyne.search.dispatch import with_cheaper_dispatch
 from heterodyne.search.micro_batch_choice import MicroBatchChoice
 from heterodyne.search.planned import CUTTING_PAYS, IN_TURNS_PAYS, Candidate, Kind
 from heterodyne.search.predict import plan_of, weighed, with_stages
@@ -225,7 +226,8 @@ class Split:
 
         plan = plan_of(self.model, self.samples, pipelines, schedule)
         try:
-            made, played = relieved(self.model, plan, self.runs, lighter)
+            dispatched = tuple(with_cheaper_dispatch(self.model, pipeline) for pipeline in pipelines)
+            made, played = relieved(self.model, plan.model_copy(update={"pipelines": dispatched}), self.runs, lighter)
         except (PlanError, InfeasibleError) as error:
             return Candidate(name=name, kind=kind, why_not=str(error), left_out=plan.idle)
         return weighed(self.model, name, kind, made, played)

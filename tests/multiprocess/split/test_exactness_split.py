@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -69,15 +71,23 @@ def test_replicas_sequences_and_weights(pool: Pool) -> None:
     require_exact(pool, "llama", spread(8, PipelineOf((2, 4, 1), (stage,))))
 
 
+@pytest.mark.parametrize("hosts", ["", "abab", "aaab"])
 @pytest.mark.parametrize("kind", ["replicate", "context"])
-def test_experts_along_two_axes(pool: Pool, kind: str) -> None:
+def test_experts_along_two_axes(pool: Pool, kind: str, hosts: str) -> None:
     """Of samples or sequences along the one axis, and of weights along the other."""
     graph = captured("marked_mixtral")
     marked = tuple((task_graph.name, "split", (1, 2)) for task_graph in graph.task_graphs)
     stage = StageOf(
-        len(graph.ops), (0, 1, 2, 3), (2, 1), kind=kind, marked=marked, inner=(("split", (1, 2)),), free=True
+        len(graph.ops),
+        (0, 1, 2, 3),
+        (2, 1),
+        kind=kind,
+        marked=marked,
+        inner=(("split", (1, 2)),),
+        free=True,
+        hierarchical=bool(hosts),
     )
-    require_exact(pool, "marked_mixtral", spread(4, PipelineOf((2, 3, 1), (stage,))))
+    require_exact(pool, "marked_mixtral", replace(spread(4, PipelineOf((2, 3, 1), (stage,))), hosts=hosts))
 
 
 @pytest.mark.parametrize("name", ["transformer", "attention"])
@@ -231,6 +241,26 @@ def test_tokens_travel_to_their_experts(pool: Pool, samples: tuple[int, ...], ex
     sharding = sharding_of(graph, pipeline)
     assert [sharding.strategies[op.name].name for op in graph.ops if op.kind == "experts"] == ["ne", "ne"]
     require_exact(pool, "marked_mixtral", spread(len(samples), pipeline))
+
+
+@pytest.mark.parametrize("hosts", ["aab", "abb"])
+@pytest.mark.parametrize("how", ["plain", "halves in turns", "recomputed"])
+def test_tokens_travel_once_to_each_host(pool: Pool, hosts: str, how: str) -> None:
+    graph = captured("marked_mixtral")
+    marked = tuple((task_graph.name, "split", (2, 1, 2)) for task_graph in graph.task_graphs)
+    again = tuple(range(len(graph.blocks))) if how == "recomputed" else ()
+    stage = StageOf(
+        len(graph.ops),
+        (2, 0, 1),
+        (2, 1, 1),
+        recompute=again,
+        marked=marked,
+        overlap=how == "halves in turns",
+        hierarchical=True,
+    )
+    schedule = "1F1B" if how == "recomputed" else "ZBH1"
+    plan = spread(3, PipelineOf((2, 5, 1), (stage,)), schedule=schedule)
+    require_exact(pool, "marked_mixtral", replace(plan, hosts=hosts))
 
 
 def test_experts_in_each_row(pool: Pool) -> None:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -16,20 +17,24 @@ from torch.nn import functional as F
 
 from heterodyne.experts import swiglu_experts
 from heterodyne.frontend import trace
+from heterodyne.runtime.comm import communicator as communicators
 from heterodyne.runtime.comm.communicator import Communicator
+from heterodyne.runtime.comm.shared_memory import neighbourhood
 from heterodyne.runtime.split import experts as functions
 from heterodyne.runtime.split.group import Group
+from heterodyne.runtime.stages.stage_builder import Channels, _group
 from multiprocess.pool import Pool, World
 from multiprocess.split import moe_model
 
 WIDTH, INNER = 6, 5
+HOSTS = ((), (), (0, 1), (0, 0, 1), (0, 1, 0), (0, 1, 2), (0, 0, 0, 1), (0, 1, 1, 0), (0, 1, 2, 1))
 
 quick = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """A case: experts and tokens of each member, k choices, seed and dtype."""
+    """A case: experts and tokens of each member, k choices, seed and dtype; the host of each, where tokens go once to each host."""
 
     experts: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -37,6 +42,7 @@ class Mixture:
     normalise: bool = True
     seed: int = 0
     dtype: torch.dtype = torch.float64
+    hosts: tuple[int, ...] = ()
 
     def values(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Tokens [N, H], router [E, H], gate_up [E, 2 I, H], down [E, H, I], and what weighs the outputs [N, H]."""
@@ -84,7 +90,7 @@ def on_one_device(case: Mixture) -> dict[str, Tensor]:
 
 def cut_over_members(world: World, case: Mixture) -> dict[str, Tensor]:
     """What this member finds: outputs and token gradients of its own tokens, its part of the router's gradient, its experts'."""
-    with joined(world) as group:
+    with joined(world, case.hosts) as group:
         tokens, router, gate_up, down, upstream = case.values()
         first, stop = group.bounds(case.tokens)
         held = slice(*group.bounds(case.experts))
@@ -120,11 +126,16 @@ def _found(outputs: Tensor, tokens: Tensor, router: Tensor, gate_up: Tensor, dow
 
 
 @contextmanager
-def joined(world: World) -> Iterator[Group]:
-    """The group of all ranks."""
-    device = torch.device("cpu")
-    with Communicator(rank=world.rank, world_size=world.world_size, device=device, timeout_s=20.0) as communicator:
-        yield Group(communicator.process_group(range(world.world_size)), world.rank, world.world_size)
+def joined(world: World, hosts: tuple[int, ...] = ()) -> Iterator[Group]:
+    """The group of all ranks, which are on these hosts."""
+    device, home = torch.device("cpu"), hosts[world.rank] if hosts else neighbourhood()
+    with (
+        mock.patch.object(communicators, "neighbourhood", return_value=home),
+        Communicator(rank=world.rank, world_size=world.world_size, device=device, timeout_s=20.0) as communicator,
+    ):
+        group = _group(tuple(range(world.world_size)), Channels(communicator), hosts)
+        assert group is not None
+        yield group
         communicator.barrier()  # not all of these jobs send something, and who leaves early may cut off who still connects
 
 
@@ -160,6 +171,7 @@ def mixtures(draw: st.DrawFn) -> Mixture:
         normalise=k > 1
         and draw(st.booleans()),  # the weight of an only choice is 1, and what the router's gradient is then is noise
         seed=draw(st.integers(0, 2**16)),
+        hosts=draw(st.sampled_from([hosts for hosts in HOSTS if len(hosts) in (0, members)])),
     )
 
 
@@ -180,6 +192,49 @@ def test_in_single_precision(pool: Pool, job: Callable[[World, Mixture], dict[st
     assert largest_error(assembled(results, cut=job is cut_over_members), on_one_device(case)) <= 1e-5
 
 
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("hosts", "experts", "tokens"),
+    [
+        ((0, 0, 1), (2, 1, 3), (17, 0, 30)),
+        ((0, 1, 1, 1), (3, 0, 4, 1), (9, 21, 5, 0)),
+        ((0, 1, 0), (0, 4, 0), (3, 0, 8)),
+    ],
+)
+def test_tokens_go_once_to_each_host(
+    pool: Pool, hosts: tuple[int, ...], experts: tuple[int, ...], tokens: tuple[int, ...], k: int
+) -> None:
+    case = Mixture(experts=experts, tokens=tokens, k=k, normalise=k > 1, dtype=torch.float32, hosts=hosts)
+    found = assembled(pool.run(len(hosts), cut_over_members, case), cut=True)
+    assert largest_error(found, on_one_device(case)) <= 1e-5
+
+
+def rows_to_other_hosts(world: World, case: Mixture) -> list[int]:
+    """Rows of an all-to-all of as many columns as tokens and weights have, and of one of as many as results have: those that leave."""
+    found: dict[int, int] = {}
+    send = Group.begin_all_to_all
+
+    def counted(self: Group, parts: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Callable[[], list[Tensor]]:
+        if self.hosts is not None and parts[0].is_floating_point():
+            away = [part for part, host in zip(parts, case.hosts, strict=True) if host != case.hosts[world.rank]]
+            found[parts[0].shape[1]] = sum(map(len, away))
+        return send(self, parts, shapes)
+
+    with mock.patch.object(Group, "begin_all_to_all", counted):
+        cut_over_members(world, case)
+    return [found[WIDTH + case.k], found[WIDTH]]
+
+
+def test_a_row_leaves_for_each_token_and_host_and_one_comes_back(pool: Pool) -> None:
+    case = Mixture(experts=(2, 1, 3), tokens=(17, 4, 30), k=3, hosts=(0, 0, 1))
+    rows = [sum(of) for of in zip(*pool.run(3, rows_to_other_hosts, case), strict=True)]
+    tokens, router, *_ = case.values()
+    indices, _ = gated(tokens @ router.T, case.k, normalise=True)
+    there = torch.cat([(indices[:21] >= 3).any(1), (indices[21:] < 3).any(1)])
+    assert rows == [int(there.sum())] * 2
+    assert rows[0] < int((indices[:21] >= 3).sum() + (indices[21:] < 3).sum())
+
+
 def seen_tokens(world: World, case: Mixture) -> list[list[float]]:
     """For each expert of this member the tokens that come to it, by number."""
     seen: list[list[float]] = []
@@ -188,7 +243,7 @@ def seen_tokens(world: World, case: Mixture) -> list[list[float]]:
         seen.extend(part[:, 0].tolist() for part in rows.detach().split(list(counts)))
         return rows
 
-    with joined(world) as group:
+    with joined(world, case.hosts) as group:
         first, stop = group.bounds(case.tokens)
         indices = _choices(case)[first:stop]
         numbers = torch.arange(first, stop).double().unsqueeze(1)
@@ -202,8 +257,9 @@ def _choices(case: Mixture) -> Tensor:
     return torch.rand(sum(case.tokens), sum(case.experts), generator=generator).topk(case.k).indices
 
 
-def test_an_expert_sees_its_tokens_in_the_order_of_one_device(pool: Pool) -> None:
-    case = Mixture(experts=(0, 3, 2, 1), tokens=(4, 11, 0, 7))
+@pytest.mark.parametrize("hosts", [(), (0, 0, 1, 1), (1, 0, 0, 0), (0, 1, 0, 1)])
+def test_an_expert_sees_its_tokens_in_the_order_of_one_device(pool: Pool, hosts: tuple[int, ...]) -> None:
+    case = Mixture(experts=(0, 3, 2, 1), tokens=(4, 11, 5, 7), hosts=hosts)
     found = [tokens for of_member in pool.run(4, seen_tokens, case) for tokens in of_member]
     chosen = _choices(case)
     assert found == [(chosen == expert).any(1).nonzero()[:, 0].tolist() for expert in range(6)]
@@ -211,7 +267,7 @@ def test_an_expert_sees_its_tokens_in_the_order_of_one_device(pool: Pool) -> Non
 
 def trained_in_part(world: World, case: Mixture) -> list[bool]:
     """Tokens and router are frozen, the experts learn, and what the experts return does not depend on rows that are not there."""
-    with joined(world) as group:
+    with joined(world, case.hosts) as group:
         tokens, router, gate_up, _, _ = case.values()
         first, stop = group.bounds(case.tokens)
         weight = gate_up[slice(*group.bounds(case.experts))].clone().requires_grad_()
@@ -226,8 +282,11 @@ def trained_in_part(world: World, case: Mixture) -> list[bool]:
         return [weight.grad is not None]
 
 
-def test_a_member_without_experts_takes_part_in_backward_though_nothing_of_it_learns(pool: Pool) -> None:
-    results = pool.run(3, trained_in_part, Mixture(experts=(2, 0, 3), tokens=(3, 4, 2)))
+@pytest.mark.parametrize("hosts", [(), (0, 1, 1)])
+def test_a_member_without_experts_takes_part_in_backward_though_nothing_of_it_learns(
+    pool: Pool, hosts: tuple[int, ...]
+) -> None:
+    results = pool.run(3, trained_in_part, Mixture(experts=(2, 0, 3), tokens=(3, 4, 2), hosts=hosts))
     assert results == [[True], [False], [True]]
 
 
@@ -236,8 +295,11 @@ def under_autocast(world: World, case: Mixture) -> dict[str, Tensor]:
         return cut_over_members(world, case)
 
 
-def test_under_autocast_a_member_without_experts_returns_what_the_others_return(pool: Pool) -> None:
-    case = Mixture(experts=(3, 0), tokens=(6, 5), dtype=torch.float32)
+@pytest.mark.parametrize("hosts", [(), (0, 1)])
+def test_under_autocast_a_member_without_experts_returns_what_the_others_return(
+    pool: Pool, hosts: tuple[int, ...]
+) -> None:
+    case = Mixture(experts=(3, 0), tokens=(6, 5), dtype=torch.float32, hosts=hosts)
     found = assembled(pool.run(2, under_autocast, case), cut=True)
     assert found["outputs"].dtype == torch.float32
     assert largest_error(found, on_one_device(case)) <= 0.05

@@ -241,3 +241,20 @@ def test_a_ring_of_messages_takes_as_long_as_its_messages_whatever_an_all_reduce
     assert ring.ring_s(IDS, (2, 2, 2, 2), 8e6) > 3e-9 * 6e6
     assert ring.ring_s(IDS, (2, 2, 2, 2), 8e6) < ring.ring_s(IDS, (1, 3, 2, 2), 8e6)
     assert ring.ring_s(IDS[:1], (1,), 8e6) == 0
+
+
+def test_a_pair_that_was_not_measured_is_as_far_as_others_of_the_same_nodes() -> None:
+    """Not as the sum over all that was measured, which crosses the slow link."""
+    machines = replace(cluster(6, nodes=2), links=())
+    ids = [device.id for device in machines.devices]  # of the nodes in turn
+    pairs = {(ids[0], ids[2]): 1e-9, (ids[0], ids[1]): 1e-6}
+    sends = [
+        LinkSample(op="send", devices=pair, bytes=size, seconds=1e-4 + s_per_byte * size, spread=0.0)
+        for pair, s_per_byte in pairs.items()
+        for size in (10_000, 1_000_000)
+    ]
+    sums = LinkSample(op="all_reduce", devices=tuple(ids), bytes=1_000_000, seconds=9.0, spread=0.0)
+    links = Collectives(cluster=machines, samples=(*sends, sums))
+    assert links.send(ids[2], ids[4]).s_per_byte == pytest.approx(1e-9)
+    assert links.send(ids[5], ids[4]).s_per_byte == pytest.approx(1e-6)
+    assert links.send(ids[1], ids[3]).s_per_byte > 1e-6, "nothing else is known of the second node"

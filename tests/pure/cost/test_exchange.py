@@ -152,6 +152,34 @@ def test_what_was_measured_between_nodes_says_nothing_of_one() -> None:
     assert met(machines, 0, 2).met is None
 
 
+SLOW = tuple(
+    Link(between=ends, bandwidth_bytes_per_s=speed, latency_s=latency)
+    for ends, speed, latency in ((("n0", "n0"), 1e4, 0.25), (("n1", "n1"), 1e3, 0.2), (("n0", "n1"), 1e2, 0.75))
+)
+INSIDE: Round = ((0, 0, 100, 0), (0, 0, 0, 100), (100, 0, 0, 0), (0, 100, 0, 0))
+"""Between the two devices of each node."""
+
+
+def test_what_stays_on_hosts_takes_as_long_as_on_the_slowest_one() -> None:
+    machines = replace(cluster(4, nodes=2), links=SLOW)
+    assert sum(wires(machines).divided((INSIDE,))) == pytest.approx(0.2 + 100 / 1e3)
+    copied = wires(machines, backend="cpu", copies=1e-5)
+    own, latency, transfer = copied.divided((INSIDE,))
+    assert transfer == pytest.approx(0.0), "CPUs of a host share memory"
+    assert own == pytest.approx(2 * (100 + 100) * 1e-5 + 2 * 200 * 1e-5)
+    assert latency == 0.25
+
+
+def test_of_what_was_measured_over_hosts_what_crosses_counts() -> None:
+    """Two of four bytes between hosts, by pair and direction, whoever sends them; and what stays is not as slow."""
+    machines = replace(cluster(4, nodes=2), links=SLOW)
+    relayed: Round = ((0, 4000, 0, 0), (4000, 0, 0, 0), (0, 0, 0, 4000), (0, 0, 4000, 0))
+    made = met(machines, 0, 1, 2, 3)
+    assert sum(made.divided((relayed,))) == pytest.approx(sum(made.divided((to_everyone(2000.0, 4),))))
+    assert sum(made.divided((relayed,))) == pytest.approx(0.01 + 0.002)
+    assert sum(made.divided((INSIDE,))) == pytest.approx(0.25), "of messages between CPUs of the first node"
+
+
 @given(SIZES)
 def test_free_links_cost_nothing(sizes: tuple[int, ...]) -> None:
     free = wires(cluster(len(sizes)))

@@ -136,6 +136,7 @@ FAULTS = {
         ),
     ),
     "has 'overlap', and exchanges nothing": of_stage(PLAN, overlap=True),
+    "has 'hierarchical', and no tokens go": of_stage(PLAN, hierarchical=True),
 }
 
 

@@ -8,6 +8,7 @@ ops are built of them in `conversions` and beside it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
 from typing import TypeAlias
@@ -18,7 +19,7 @@ from torch import Tensor
 from heterodyne.graph.sharding.layout import reduced_at_once
 from heterodyne.runtime.comm.process_group import ProcessGroup
 
-__all__ = ["Group", "Later"]
+__all__ = ["Group", "Hosts", "Later"]
 
 Later: TypeAlias = Callable[[], Tensor]
 """Waits for what has begun, and gives what came of it."""
@@ -32,17 +33,24 @@ class Group:
         position: the index of this member.
         size: the number of members.
         places: of each member its index in the process group, which goes by ranks; None: the same order.
+        hosts: where the members are, if all-to-alls that can be hierarchical shall be so.
 
     All calls are collective, in the same order on every member, and block until the result is there; those that begin with ``begin_``
     are asynchronous and return a function that waits.
     """
 
     def __init__(
-        self, process_group: ProcessGroup | None, position: int, size: int, places: Sequence[int] | None = None
+        self,
+        process_group: ProcessGroup | None,
+        position: int,
+        size: int,
+        places: Sequence[int] | None = None,
+        hosts: Hosts | None = None,
     ) -> None:
         self._process_group = process_group
         self.position = position
         self.size = size
+        self.hosts = hosts
         own = list(range(size) if places is None else places)
         self._members = sorted(range(size), key=own.__getitem__)  # in the order of the process group
 
@@ -138,3 +146,16 @@ class Group:
         for part in parts[1:]:
             total += part
         return total
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The hosts of the members of a group.
+
+    Args:
+        of_members: the number of each one's host, from 0 on.
+        inside: the members of this one's host, in their order.
+    """
+
+    of_members: tuple[int, ...]
+    inside: Group

@@ -265,18 +265,16 @@ class Members:
         cut, run = self.slots[slot], _run(*own)
         return experts.experts_between(cut.group, tokens, indices, weights, sizes=cut.sizes, run=run)
 
-    def begin_experts(
-        self, slot: int, tokens: Tensor, indices: Tensor, weights: Tensor, *own: Any
-    ) -> experts.ExpertDispatch:
+    def begin_experts(self, slot: int, tokens: Tensor, indices: Tensor, weights: Tensor, *own: Any) -> experts.Dispatch:
         """`experts_between` in three calls: what travels is on its way meanwhile."""
         cut, run = self.slots[slot], _run(*own)
-        return experts.ExpertDispatch(cut.group, tokens, indices, weights, sizes=cut.sizes, run=run)
+        return experts.dispatch(cut.group, tokens, indices, weights, sizes=cut.sizes, run=run)
 
-    def run_experts(self, dispatched: experts.ExpertDispatch) -> experts.ExpertDispatch:
+    def run_experts(self, dispatched: experts.Dispatch) -> experts.Dispatch:
         dispatched.compute()
         return dispatched
 
-    def end_experts(self, dispatched: experts.ExpertDispatch) -> Tensor:
+    def end_experts(self, dispatched: experts.Dispatch) -> Tensor:
         return dispatched.combine()
 
 

@@ -20,13 +20,14 @@ from heterodyne.plan.kept import kept_ops
 from heterodyne.plan.mesh import lines
 from heterodyne.plan.placement import Placement, RankRole
 from heterodyne.plan.plan import Pipeline, Plan
+from heterodyne.plan.relays import hosts_of, members_of
 from heterodyne.recent import Recent
 from heterodyne.runtime.assignment import Assignment
 from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.comm.p2p import P2P
 from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.exact.exchange import SampleExchange
-from heterodyne.runtime.split.group import Group
+from heterodyne.runtime.split.group import Group, Hosts
 from heterodyne.runtime.split.team import SplitTeam
 from heterodyne.runtime.stages.forward import Forward
 from heterodyne.runtime.stages.joint_loss import JointLoss, LossOfParts
@@ -382,28 +383,37 @@ def _ends(placement: Placement) -> list[int]:
 
 def _teams(plan: Plan, cluster: Cluster, channels: Channels) -> dict[int, SplitTeam]:
     """For each sharded stage the devices with which this rank holds them: those of its row. Collective."""
-    made: dict[tuple[int, ...], Group | None] = {}
+    made: dict[tuple[tuple[int, ...], bool], Group | None] = {}
     found = {}
     for pipeline in plan.pipelines:
         for number, stage in enumerate(pipeline.stages):
             for row in stage.rows if stage.sharded else ():
                 groups = []
-                for along in lines(tuple(map(cluster.rank, row)), stage.of_row.layout.sizes):
-                    for ranks in along:
-                        if ranks not in made:
-                            made[ranks] = _group(ranks, channels)
-                    groups += [group for ranks in along if (group := made[ranks]) is not None]
+                for along in lines(row, stage.of_row.layout.sizes):
+                    for devices in along:
+                        key = (tuple(map(cluster.rank, devices)), stage.hierarchical)
+                        if key not in made:
+                            nodes = [cluster.device(device).node for device in devices if stage.hierarchical]
+                            made[key] = _group(key[0], channels, hosts_of(nodes))
+                        if (group := made[key]) is not None:
+                            groups.append(group)
                 if groups:
                     found[number] = SplitTeam(groups)
     return found
 
 
-def _group(ranks: tuple[int, ...], channels: Channels) -> Group | None:
+def _group(ranks: tuple[int, ...], channels: Channels, hosts: tuple[int, ...] = ()) -> Group | None:
+    """The group of these ranks. ``hosts``: of each, where all-to-alls shall be hierarchical. Collective."""
     process_group = channels.process_group("shards", sorted(ranks))
+    inside = None
+    for members in members_of(hosts) if max(hosts, default=0) else ():
+        of_host = _group(tuple(ranks[member] for member in members), channels)
+        inside = inside or of_host
     if channels.rank not in ranks:
         return None
     places = [sorted(ranks).index(rank) for rank in ranks]
-    return Group(process_group, ranks.index(channels.rank), len(ranks), places)
+    known = None if inside is None else Hosts(hosts, inside)
+    return Group(process_group, ranks.index(channels.rank), len(ranks), places, known)
 
 
 def _pieces(pipeline: Pipeline, graph: ModelGraph) -> list[_Piece]:
