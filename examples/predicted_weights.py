@@ -1,6 +1,6 @@
 """A pipeline of unequal workers that is flushed after each step, then one that is not: losses and samples/s side by side.
 
-Without a flush some forwards run before the update of the step before, and read weights that the moments of AdamW predict. That is
+Without a flush some forwards run before the update of the step before, and read weights that are predicted. That is
 inexact, so it is asked for by name.
 
     python examples/predicted_weights.py [--layers 4] [--steps 30]

@@ -97,8 +97,8 @@ def train(
 def by_definition(
     graph: ModelGraph, pipeline: PipelineOf, section: OptimizerSection, ends: Sequence[int], life: Life
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """In one process: a forward of micro-batch j on place k reads weights predicted by one update where j < depth k of a step that
-    follows another one at once."""
+    """In one process: a forward of micro-batch j on place k reads predicted weights where j < depth k, of a step that follows another one
+    at once: those that the update of that one would make if its last ``depth`` micro-batches had the mean gradient of the others."""
     case = build(graph, sum(pipeline.sizes))
     starts = [0, *(stage.stop for stage in pipeline.stages)]
     stage_of = {}
@@ -111,46 +111,33 @@ def by_definition(
         for name in (p.name for p in graph.parameters)
     }
     weights = {n: p.detach().clone() for n, p in case.module.named_parameters() if p.requires_grad}
-    decay = {n: section.weight_decay if p.dim() > 1 and "norm" not in n else 0.0 for n, p in weights.items()}
-    first = {n: torch.zeros_like(p) for n, p in weights.items()}
-    second = {n: torch.zeros_like(p) for n, p in weights.items()}
+    matrices = {n for n, p in weights.items() if p.dim() > 1 and "norm" not in n}
+    moments = {n: (torch.zeros_like(p), torch.zeros_like(p)) for n, p in weights.items()}
 
-    def moved(name: str, rate: float, done: int, update: Tensor | None) -> Tensor:
-        """AdamW or SGD with momentum, of these moments; ``update`` None: predicted by them as they are."""
-        w, m, v = weights[name], first[name], second[name]
+    def updated(name: str, gradient: Tensor, step: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The weight and its moments after the update of a step, counted from 0."""
+        w, (m, v), rate = weights[name], moments[name], learning_rate(section, step, TOTAL_STEPS)
+        decay = 0.1 * step if life == "own rate" else section.weight_decay * (name in matrices)
         if section.name == "sgd":
-            return w - rate * m
+            m = section.momentum * m + gradient + decay * w
+            return w - rate * m, (m, v)
         b1, b2 = section.betas
-        return w * (1 - rate * decay[name]) - rate * (m / (1 - b1**done)) / ((v / (1 - b2**done)).sqrt() + section.eps)
+        m, v = b1 * m + (1 - b1) * gradient, b2 * v + (1 - b2) * gradient**2
+        by = (m / (1 - b1 ** (step + 1))) / ((v / (1 - b2 ** (step + 1))).sqrt() + section.eps)
+        return w * (1 - rate * decay) - rate * by, (m, v)
 
-    losses, gradients = [], None
-    for step in range(STEPS + 1):
-        predicted = weights
-        if gradients is not None:
-            rate = learning_rate(section, step - 1, TOTAL_STEPS)
-            if step > 1 and step - 1 not in ends:
-                predicted = {n: moved(n, rate, step - 1, None) for n in weights}
-            for name, gradient in gradients.items():
-                if section.name == "sgd":
-                    gradient = gradient + (0.1 * (step - 1) if life == "own rate" else decay[name]) * weights[name]
-                    first[name] = section.momentum * first[name] + gradient if step > 1 else gradient
-                else:
-                    b1, b2 = section.betas
-                    first[name] = b1 * first[name] + (1 - b1) * gradient
-                    second[name] = b2 * second[name] + (1 - b2) * gradient**2
-            weights = {n: moved(n, rate, step, gradients[n]) if n in gradients else weights[n] for n in weights}
-        if step == STEPS:
-            break
+    losses, predicted, samples = [], weights, sum(pipeline.sizes)
+    for step in range(STEPS):
         flushed = step == 0 or step - 1 in ends
-        batch, at, parts = batch_of(case, step), 0, []
-        buffers = dict(case.module.named_buffers())
-        for size in pipeline.sizes:
-            part = {n: t[at : at + size] for n, t in batch.items()}
-            parts.append((part, case.count.statistics(part, size, buffers)))
-            at += size
-        whole = torch.stack([statistics for _, statistics in parts]).sum(0)
-        gradients, total = {}, 0.0
-        for j, (part, statistics) in enumerate(parts):
+        batch, buffers = batch_of(case, step), dict(case.module.named_buffers())
+        cuts = [(sum(pipeline.sizes[:j]), size) for j, size in enumerate(pipeline.sizes)]
+        parts = [{n: t[at : at + size] for n, t in batch.items()} for at, size in cuts]
+        counted = [case.count.statistics(part, size, buffers) for part, (_, size) in zip(parts, cuts, strict=True)]
+        whole = torch.stack(counted).sum(0)
+        gradients: dict[str, Tensor] = {}
+        early: dict[str, Tensor] = {}
+        total = 0.0
+        for j, (part, statistics) in enumerate(zip(parts, counted, strict=True)):
             read = {
                 n: (w if flushed or j >= depth[n] else predicted[n]).clone().requires_grad_()
                 for n, w in weights.items()
@@ -160,8 +147,15 @@ def by_definition(
             for n, g in zip(read, torch.autograd.grad(loss, list(read.values()), allow_unused=True), strict=True):
                 if g is not None:
                     gradients[n] = gradients.get(n, 0) + g
+                    there = len(parts) - depth[n]
+                    if j < there:
+                        early[n] = early.get(n, 0) + g * samples / sum(pipeline.sizes[:there])
             total += loss.item()
         losses.append(total)
+        predicted = {n: updated(n, early[n], step)[0] if n in early else w for n, w in weights.items()}
+        after = {n: updated(n, g, step) for n, g in gradients.items()}
+        weights = {n: after[n][0] if n in after else w for n, w in weights.items()}
+        moments = {n: after[n][1] if n in after else of for n, of in moments.items()}
     return losses, weights
 
 

@@ -38,6 +38,7 @@ class _UnderWay:
     def __init__(self, step: Step, options: list[dict[str, Any]], trained: list[bool]) -> None:
         self.step, self.options, self.trained = step, options, trained
         self.ahead: set[int] = set()
+        self.back = 0  # samples whose backward has run
         self.updated = False
         self.loss: LateLoss | None = None
 
@@ -154,7 +155,8 @@ class AsynchronousExecutor(Executor):
         kind, number = action.kind, step.number
         if kind == "F" and own is self._latest and self._before is not None and not self._before.updated:
             if not self._predicted.has(number):
-                self._predicted.predict(number, self._before.options)
+                before = self._before
+                self._predicted.predict(number, before.options, before.back / sum(before.step.sizes))
             own.ahead.add(index)
         ahead = index in own.ahead and kind in ("F", "R", "B")
         with (
@@ -165,6 +167,8 @@ class AsynchronousExecutor(Executor):
                 self._gradients.begin()
                 self._summed = own
             super()._pass(action, name, step, index)
+        if kind == "B":
+            own.back += step.sizes[index]
         if kind == "B" and ahead:
             own.ahead.discard(index)
             if not own.ahead:

@@ -214,7 +214,9 @@ class RankModel:
 
     def predicted(self) -> PredictedWeights:
         """Return what predicts the weights of this rank."""
-        return PredictedWeights(self._module, self.parameters, self.masters.updated, self.optimizer)
+        return PredictedWeights(
+            self._module, self.parameters, self.masters.updated, self.masters.gradients, self.optimizer
+        )
 
     def statistics(self, graph: ModelGraph) -> dict[str, Tensor]:
         """Return the buffers that a forward of this graph changes."""

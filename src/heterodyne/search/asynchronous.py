@@ -34,14 +34,12 @@ def asynchronous(
             micro_batches = MicroBatches.of_samples(samples, size)
             if len(micro_batches) < len(line):
                 continue
-            name = f"{count} stages that are not flushed, micro-batches of {size}"
-            tried = [
-                _weighed(model, runs, shape, name + how, times)
-                for shape in dict.fromkeys(filter(_is_plain, cuts.shapes(cuts.even(line, micro_batches))))
-                for times, how in ((1, ""), (2, ", twice as far ahead"))
-            ]
-            if tried:
-                yield min(tried, key=lambda candidate: candidate.weighed_s)
+            shapes = dict.fromkeys(filter(_is_plain, cuts.shapes(cuts.even(line, micro_batches))))
+            for times, how in ((1, ""), (2, ", twice as far ahead")):  # which of them waits less a rehearsal shows
+                name = f"{count} stages that are not flushed, micro-batches of {size}{how}"
+                tried = [_weighed(model, runs, shape, name, times) for shape in shapes]
+                if tried:
+                    yield min(tried, key=lambda candidate: candidate.weighed_s)
     if not any(len(MicroBatches.of_samples(samples, size)) > 1 for size in sizes) or len(ranked) < 2:
         yield Candidate(
             name="a pipeline that is not flushed",

@@ -1,12 +1,13 @@
-"""Weights as the next update is expected to leave them, for forwards that run before it (XPipe: Guan et al., arXiv 1911.04610).
+"""Weights as the next update is expected to leave them, for forwards that run before it.
 
-The prediction is the update that the optimizer's moments alone would make: of Adam and AdamW ``w - lr * m / (sqrt(v) + eps)``, with both
-moments corrected for their bias and with the decay of AdamW, of SGD ``w - lr * momentum``. Before the first update it is the weight itself.
+XPipe (Guan et al., arXiv 1911.04610) predicts by the optimizer's moments alone. By then most micro-batches of the step have come back, so
+here their gradients count too: the prediction is the update that the optimizer would make if those that are still on their way had the
+mean gradient of those that are there. It is exact for a step all of whose micro-batches are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,6 +52,7 @@ class PredictedWeights:
         module: the user's model, whose forward reads its parameters by name.
         parameters: those that this rank trains, by name.
         updated: what the optimizer updates of each of them.
+        gradients: gives those that have been added up so far, of what the optimizer updates.
         optimizer: one with moments (`require_moments`).
     """
 
@@ -59,8 +61,10 @@ class PredictedWeights:
         module: nn.Module,
         parameters: Mapping[str, nn.Parameter],
         updated: Mapping[str, nn.Parameter],
+        gradients: Callable[[], Mapping[str, Tensor]],
         optimizer: torch.optim.Optimizer,
     ) -> None:
+        self._gradients = gradients
         self._parameters, self._updated, self._optimizer = parameters, updated, optimizer
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._places = [
@@ -84,19 +88,24 @@ class PredictedWeights:
         return step in self._shown
 
     @torch.no_grad()
-    def predict(self, step: int, options: Sequence[Mapping[str, Any]]) -> None:
-        """Predict the weights of a step by one update more; ``options``: of the groups of the optimizer in that update."""
+    def predict(self, step: int, options: Sequence[Mapping[str, Any]], part: float) -> None:
+        """Predict the weights of a step by one update more.
+
+        Args:
+            options: of the groups of the optimizer in that update.
+            part: of the samples of that update, those whose gradients are there.
+        """
         held = self._free.pop() if self._free else {n: torch.empty_like(p) for n, p in self._parameters.items()}
         groups = {
             id(p): own
             for group, own in zip(self._optimizer.param_groups, options, strict=False)  # groups may have been added
             for p in group["params"]
         }
+        gradients = self._gradients()
         for name, value in held.items():
-            own = self._updated[name]
-            state = self._optimizer.state.get(own)
-            if state:
-                value.copy_(_predicted(own, state, groups[id(own)]))
+            own, group = self._updated[name], groups.get(id(self._updated[name]))
+            if name in gradients and group is not None:
+                value.copy_(_predicted(own, gradients[name] / part, self._optimizer.state.get(own, {}), group))
             else:
                 value.copy_(own)
         with torch.enable_grad():
@@ -126,14 +135,24 @@ class PredictedWeights:
         self._shown.clear()
 
 
-def _predicted(weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
-    """Return a weight after one more update by the moments of the optimizer."""
-    sign, rate = 1 if group["maximize"] else -1, group["lr"]
-    if "exp_avg" not in state:
-        return weight.add(state["momentum_buffer"], alpha=sign * rate)
-    (first, second), done = group["betas"], float(state["step"])
-    by: Tensor = state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"].sqrt()
-    by.mul_((1 - second**done) ** -0.5).add_(group["eps"])
-    torch.div(state["exp_avg"], by, out=by).mul_(sign * rate / (1 - first**done))
-    decay = group["weight_decay"] if group.get("decoupled_weight_decay") else 0.0
-    return by.add_(weight, alpha=1 - rate * decay)
+def _predicted(weight: Tensor, gradient: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
+    """Return a weight after one more update by this gradient, as Adam, AdamW or SGD of torch makes it."""
+    gradient = (-gradient if group["maximize"] else gradient).to(weight.dtype)
+    rate, decay = group["lr"], group["weight_decay"]
+    decoupled = group.get("decoupled_weight_decay", False)
+    if decay and not decoupled:
+        gradient = gradient.add(weight, alpha=decay)
+    if "betas" not in group:
+        momentum, before = group["momentum"], state.get("momentum_buffer")
+        by = gradient if before is None else before.mul(momentum).add_(gradient, alpha=1 - group["dampening"])
+        return weight.add(gradient.add(by, alpha=momentum) if group["nesterov"] else by, alpha=-rate)
+    (of_mean, of_square), done = group["betas"], float(state.get("step", 0)) + 1
+    mean, square = gradient.mul(1 - of_mean), gradient.square().mul_(1 - of_square)
+    if state:
+        mean.add_(state["exp_avg"], alpha=of_mean)
+        square.add_(state["exp_avg_sq"], alpha=of_square)
+    if state and group["amsgrad"]:
+        torch.maximum(state["max_exp_avg_sq"], square, out=square)
+    by = square.sqrt_().mul_((1 - of_square**done) ** -0.5).add_(group["eps"])
+    moved: Tensor = weight.mul(1 - rate * decay if decoupled else 1.0)
+    return moved.addcdiv_(mean, by, value=-rate / (1 - of_mean**done))
