@@ -265,7 +265,8 @@ class ParallelismSection(Section):
         check_s: the seconds that may be spent on comparing the captured graph and the parts of a batch with the model itself, once
             a model and before anything is measured; 0 to leave it out.
         asynchronous: written ``async``. ``predicted``: pipelines are not flushed between steps, and forwards that run before the update of
-            the step before read weights that are predicted by the optimizer's moments and the gradients that are there: **inexact**, and never chosen otherwise.
+            the step before read weights that are predicted by the optimizer's moments and the gradients that are there: **inexact**, and
+            never chosen otherwise.
     """
 
     model_config = ConfigDict(validate_by_name=True, validate_by_alias=True)
