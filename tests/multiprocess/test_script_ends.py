@@ -76,6 +76,18 @@ with distribute() as trainer:
     assert trainer.steps_done == 2
 print("the end")
 """,
+    "begins again": """
+import time
+for attempt in range(2):
+    try:
+        with distribute() as trainer:
+            trainer.step(batch)
+            if attempt == 0:
+                raise ValueError("what the script says")
+            print("the end")
+    except ValueError:
+        time.sleep(0.5 if rank == 0 else 0.0)  # the other one comes to what rank 0 is about to close
+""",
 }
 
 
@@ -142,3 +154,9 @@ def test_ranks_that_all_catch_an_error_go_on(ended: dict[str, tuple[int, str, st
     status, said, log = ended["all catch"]
     assert status == 0, said + log
     assert "the end" in said
+
+
+def test_ranks_that_catch_an_error_of_a_trainer_meet_again_in_another(ended: dict[str, tuple[int, str, str]]) -> None:
+    status, said, log = ended["begins again"]
+    assert status == 0, said + log
+    assert "the end" in said + log

@@ -33,7 +33,12 @@ _COLLECTIVE_TIMEOUT = timedelta(hours=24)  # the watchdog is the one who gives u
 _DESTROY_S = 5.0
 _STORE_S = 3600.0  # of one request: the detector is the one who gives up, and knows how busy the machine is
 _FAREWELL_S = 30.0
+_BROKE_OFF = threading.Event()  # a meeting of this process has ended by an error
 _NETWORK_WORDS = ("gloo", "nccl", "connection", "socket", "timed out", "timeout", "broken pipe", "c10d")
+
+
+class _WentAwayError(WorkerError):
+    """Rank 0 has left before all had met."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +85,8 @@ def init_distributed(
         )
     require_file_handles(environment.world_size, to_standard_error if environment.rank == 0 else lambda _: None)
     limits = limits or WatchLimits()
-    with open_store(environment, timeout_s=timeout_s) as run_store, listening() as listens:
+    with _met(environment, required, limits, timeout_s) as (run_store, signed, me, members):
         store = run_store.store
-        signed = run_store.signed(timeout_s=_STORE_S)
-        me = Member.myself(environment.rank, world_size=environment.world_size, listens=listens, software=software())
-        members = _meet(signed, me, environment, required, timeout_s=timeout_s, linger_s=limits.publish_s)
         with Watchdog(
             signed,
             rank=environment.rank,
@@ -106,6 +108,7 @@ def init_distributed(
                 key = hmac.digest(run_store.key, b"objects", "sha256")
                 yield WorkerSession(environment=environment, members=members, store=store, watchdog=watchdog, key=key)
             except BaseException as error:
+                _BROKE_OFF.set()
                 if not _is_of_the_network(error):
                     # First: the calls of the others fail as soon as this one's connections close, and a backend may end them.
                     watchdog.tell(error)
@@ -120,6 +123,30 @@ def init_distributed(
         dist.destroy_process_group()
         if environment.world_size > 1:
             _farewell(run_store, environment, members)
+
+
+@contextmanager
+def _met(
+    environment: WorkerEnvironment, required: Collection[str], limits: WatchLimits, timeout_s: float
+) -> Iterator[tuple[RunStore, SignedStore, Member, tuple[Member, ...]]]:
+    """All workers have met while the block runs. A script that goes on behind an error may come to the store of the meeting that broke
+    off, just before rank 0 closes it: it comes again then. Raises WorkerError."""
+    until = time.monotonic() + timeout_s
+    while True:
+        left_s = max(1.0, until - time.monotonic())
+        with open_store(environment, timeout_s=left_s) as run_store, listening() as listens:
+            signed = run_store.signed(timeout_s=_STORE_S)
+            me = Member.myself(
+                environment.rank, world_size=environment.world_size, listens=listens, software=software()
+            )
+            try:
+                members = _meet(signed, me, environment, required, timeout_s=left_s, linger_s=limits.publish_s)
+            except _WentAwayError:
+                if environment.rank == 0 or not _BROKE_OFF.is_set() or time.monotonic() > until:
+                    raise
+                continue
+            yield run_store, signed, me, members
+            return
 
 
 @contextmanager
@@ -241,7 +268,7 @@ def _wait_for_all(
     except WorkerError:
         raise
     except (RuntimeError, ValueError) as error:  # what torch raises for a connection that is gone
-        raise WorkerError(
+        raise _WentAwayError(
             f"rank 0 at {environment.master_address}:{environment.master_port} went away while the workers were "
             f"still meeting: {str(error).splitlines()[0]}",
             rank=0,
