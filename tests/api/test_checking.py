@@ -130,7 +130,9 @@ def settings_of(able: Capabilities, strategy: str) -> Settings:
         global_batch_size=4,
         precision="fp32",
         optimizer=OptimizerSection(),
-        parallelism=ParallelismSection(strategy=strategy),  # type: ignore[arg-type]
+        parallelism=ParallelismSection(strategy=strategy).model_copy(  # type: ignore[arg-type]
+            update={"asynchronous": "predicted" if able.asynchronous else None}
+        ),
         reach=OptimizerReach(reach=able.reach, name="Muon"),
         module_only=able.module_only,
     )
@@ -140,7 +142,11 @@ def settings_of(able: Capabilities, strategy: str) -> Settings:
 def test_what_the_optimizer_or_the_check_refuses_is_refused_in_their_words(trait: Trait) -> None:
     """Every plan and every strategy that the table refuses for them; why the model itself refuses any is said elsewhere."""
     able = ABLE[trait.name]
-    words = {"optimizer": (PlanError, "Muon needs"), "check": (VerifyError, f"cuts the model. {able.module_only}")}
+    words = {
+        "optimizer": (PlanError, "Muon needs"),
+        "check": (VerifyError, f"cuts the model. {able.module_only}"),
+        "job": (PlanError, "does not go with parallelism.async: predicted"),
+    }
 
     def refused(features: Iterable[Feature]) -> AbstractContextManager[object]:
         if trait.of == "model" or able.allow(*features):

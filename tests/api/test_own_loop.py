@@ -488,7 +488,7 @@ def test_a_checkpoint_of_weights_that_give_no_loss_is_set_aside_in_a_loop(
 
     def spoilt(worker: Worker, batch: Any, step: int | None = None) -> StepResult:
         result = whole(worker, batch, step)
-        return replace(result, loss=math.nan, found="the loss is not finite") if result.step >= 4 else result
+        return replace(result, told=math.nan, found="the loss is not finite") if result.step >= 4 else result
 
     monkeypatch.setattr(Worker, "step", spoilt)
     with hd.distribute(

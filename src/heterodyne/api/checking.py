@@ -17,14 +17,14 @@ from heterodyne.api.compiled import uncompiled
 from heterodyne.api.session import Session
 from heterodyne.api.settings import Settings
 from heterodyne.api.stage_cutting import StageCutter
-from heterodyne.errors import DataError, VerifyError
+from heterodyne.errors import DataError, PlanError, VerifyError
 from heterodyne.frontend import Captured
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.json_files import read_json
 from heterodyne.measure.cache import default_folder
 from heterodyne.measure.host_memory import host_context_bytes
 from heterodyne.measure.whole_model import WholeModel
-from heterodyne.plan.capabilities import asked_by, uses
+from heterodyne.plan.capabilities import FEATURES, asked_by, uses
 from heterodyne.plan.plan import Plan
 from heterodyne.runtime.exact.finding import Finding, needs_graph, words_of
 from heterodyne.runtime.exact.guard import compare_forms
@@ -92,6 +92,11 @@ def require_exact(settings: Settings, graph: ModelGraph, given: Plan | None) -> 
     trait = settings.able(graph).refusing(*features)
     if trait is not None and trait.of == "optimizer":
         raise settings.reach.refusal(asked)
+    if trait is not None and trait.of == "job":
+        names = ", ".join(FEATURES[feature].name for feature in features if feature in trait.refuses)
+        raise PlanError(
+            f"{asked} does not go with parallelism.async: predicted, for it has {names}: leave one of them out"
+        )
     if trait is not None and trait.of == "check":
         raise VerifyError(f"{asked} cuts the model. {settings.module_only}")
 

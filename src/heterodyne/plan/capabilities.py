@@ -156,7 +156,7 @@ class Trait:
     name: str
     why: Callable[[Capabilities], str | None]
     refuses: frozenset[Feature]
-    of: Literal["model", "optimizer", "check"] = "model"
+    of: Literal["model", "optimizer", "check", "job"] = "model"
 
 
 def _coupled(able: Capabilities) -> str | None:
@@ -218,7 +218,7 @@ TRAITS: tuple[Trait, ...] = (
         refuses=frozenset(
             {*_IN_PARTS, *SHARDING, "offload", "activation_offload", "split_backward", "unlike_pipelines"}
         ),
-        of="optimizer",
+        of="job",
     ),
     Trait(
         name="an optimizer of the whole model",
