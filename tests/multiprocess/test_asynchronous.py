@@ -13,15 +13,21 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+import heterodyne as hd
 from heterodyne.errors import DataError, NumericsError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
+from heterodyne.plan.plan import Plan
 from heterodyne.runtime.exact.verify import compare
 from heterodyne.runtime.weights.optimizer import learning_rate
 from multiprocess.exactness import SEED, TOTAL_STEPS
 from multiprocess.models import Case, build, captured
 from multiprocess.pool import Pool, World
+from multiprocess.test_own_loop import Labelled, adamw, loss_of, plans, session_of
+from multiprocess.test_own_loop import batch_of as loop_batch
+from multiprocess.test_own_loop import graph as loop_graph
 from multiprocess.work import PipelineOf, StageOf, copied, staged_worker
+from pure.build import linear, profile
 
 ADAMW = OptimizerSection(lr=1e-2, eps=1e-3, warmup_steps=2)
 SGD = OptimizerSection(name="sgd", lr=5e-2, momentum=0.8)
@@ -246,3 +252,37 @@ def test_a_step_that_cannot_be_made_ends_on_every_rank(pool: Pool, how: str, say
     graph = captured("llama")
     for _, told in pool.run(3, spoiled, graph, pipeline_of(graph, (2, 2, 2), THREE), how):
         assert says in told
+
+
+def in_a_loop(world: World, found: ModelGraph, plan: Plan) -> tuple[str, str, str]:
+    """What is said of the plan where nobody has asked for it, of an edit that trains something, and of an average of the weights."""
+
+    def distributed(asked: Literal["predicted"] | None) -> hd.Distributed:
+        here = session_of(world)
+        known = profile(found, here.cluster, [linear(1e-3)] * world.world_size, reduce=lambda _: 1e-6)
+        options = hd.PlanOptions(plan, profile=known, check_s=0, asynchronous=asked)
+        return hd.distribute(
+            Labelled(), loop_batch(6), loss=loss_of, optimizer=adamw, plan=options, session=here, clip_grad_norm=0.0
+        )
+
+    with pytest.raises(PlanError) as unasked:
+        distributed(None)
+    trained = torch.nn.Parameter(torch.zeros(8))
+    with distributed("predicted") as trainer:
+        trainer.step(loop_batch(6))
+        with (
+            pytest.raises(PlanError) as edited,
+            trainer.edit({"layers.3": lambda hidden: hidden + trained}),
+        ):
+            pass
+        with pytest.raises(PlanError) as averaged:
+            trainer.average(0.9)
+    return str(unasked.value), str(edited.value), str(averaged.value)
+
+
+def test_a_loop_is_told_what_does_not_go_with_predicted_weights(pool: Pool) -> None:
+    plan = plans()["1F1B"].model_copy(update={"schedule": "Async1F1B"})
+    for unasked, edited, averaged in pool.run(3, in_a_loop, loop_graph(), plan):
+        assert "the job does not ask for that" in unasked
+        assert "'layers.3' trains something" in edited
+        assert "no average of the weights is kept" in averaged

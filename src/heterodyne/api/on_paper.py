@@ -123,7 +123,7 @@ class _Paper:
             )
         if self.job.parallelism.asynchronous is not None:
             self.say(
-                "parallelism.async is not heeded where alike devices are counted: the plan is exact, and its pipelines are flushed"
+                "parallelism.async is ignored when planning for a fleet: the plan is exact, and flushes its pipelines after each step"
             )
 
     def _faster_in_16_bits(self, fleet: Fleet) -> str:

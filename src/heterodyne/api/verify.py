@@ -12,9 +12,10 @@ from heterodyne.api.preparation import prepare
 from heterodyne.api.printing import show, show_result
 from heterodyne.api.session import Session, open_session
 from heterodyne.job import Job
-from heterodyne.plan.order import INEXACT, is_asynchronous
+from heterodyne.plan.order import is_asynchronous
 from heterodyne.plan.placement import Placement
 from heterodyne.plan.plan import Plan
+from heterodyne.plan.schedules.asynchronous import INEXACT
 from heterodyne.report.tables import Verified, verified_rows, verify_rows
 from heterodyne.runtime.data.source import DataSource
 from heterodyne.runtime.exact.small_batch import without_counts

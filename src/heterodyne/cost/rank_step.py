@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["RankStep"]
 
 Ops = tuple[int, int]
+_PREDICTING = 4  # copies of the largest parameter that come and go while weights are predicted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ class RankStep:
             overlap=min(1.0, max(0.0, measured.overlap)),
             fixed_bytes=alone.fixed
             + (self._rooms() if plan.zero > 1 else 0)
-            + (versions * alone.gradients + alone.update if versions else 0),
+            + (versions * alone.gradients + _PREDICTING * alone.update if versions else 0),
             workspace_bytes=_under_way(travel, rank) + workspace,
             holes_bytes=holes,
             update_bytes=max(alone.update, round(state * alone.gradients) if summed_apart else 0),

@@ -62,9 +62,10 @@ class Recipe:
     def prediction_to_step(self) -> float:
         """Seconds of the prediction of weights over seconds of the optimizer step, as the ratio of their memory traffic.
 
-        Op by op, that of AdamW reads and writes 27 times something as large as a parameter, that of SGD 9 times.
+        Op by op, that of AdamW reads and writes 28 times something as large as a parameter, that of SGD with momentum 12 times
+        (`heterodyne.runtime.weights.predicted`).
         """
-        return {"adamw": 27, "sgd": 9}.get(self.optimizer, 0) / self.update_passes
+        return {"adamw": 28, "sgd": 12}.get(self.optimizer, 0) / self.update_passes
 
     @property
     def clip_to_step(self) -> float:

@@ -9,7 +9,7 @@ plan is refused in words.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -266,10 +266,11 @@ class Capabilities:
 
     def faults(self, plan: Plan) -> list[str]:
         """Return what the plan uses and may not, as sentences."""
+        able = replace(self, asynchronous=self.asynchronous or is_asynchronous(plan))
         return [
             f"{use.where} {use.how}, and {why}: {FEATURES[use.feature].remedy}"
             for use in uses(plan)
-            if (why := self.why_not(use.feature)) is not None
+            if (why := able.why_not(use.feature)) is not None
         ]
 
 

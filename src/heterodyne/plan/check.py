@@ -64,7 +64,8 @@ def _checked(
 
 
 def _of_asynchronous(plan: Plan, cluster: Cluster, weights: PlannedWeights) -> list[str]:
-    """Weights are predicted by the rank that alone updates them, whole and on its device, in the order of 1F1B."""
+    """Return the faults of predicted weights beside those of the table: only the rank that alone updates a weight can predict it, without
+    a loss scale, in the order of 1F1B."""
     if not is_asynchronous(plan):
         return []
     broken = []
@@ -75,11 +76,6 @@ def _of_asynchronous(plan: Plan, cluster: Cluster, weights: PlannedWeights) -> l
             "would wait for each other's gradients at different times: give each stage one device and take one pipeline, and put tied "
             "weights into one stage; or take 1F1B"
         )
-    for index, stage in enumerate(plan.pipelines[0].stages):
-        if stage.offload or stage.offload_activations:
-            broken.append(
-                f"stage {index} keeps something in host memory, and {plan.schedule} predicts weights on the device: leave it out"
-            )
     narrow = [d for d in plan.devices if precision_of(plan.precision, cluster.device(d).kind) == "fp16"]
     if narrow:
         broken.append(
@@ -90,8 +86,8 @@ def _of_asynchronous(plan: Plan, cluster: Cluster, weights: PlannedWeights) -> l
         count = sum(action.kind == "F" for action in order)
         if order and order != ahead(order[0].stage, depth_of(order), count):
             broken.append(
-                f"place {place} has an order of its own that is not forwards, then a backward and a forward in turn, with which "
-                f"{plan.schedule} goes on from batch to batch"
+                f"place {place} has an order that {plan.schedule} cannot repeat from batch to batch: write some forwards, then one forward "
+                "and one backward in turn, as 1F1B has them, or leave 'order' out"
             )
     return broken
 

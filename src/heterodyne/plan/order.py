@@ -8,12 +8,7 @@ from heterodyne.plan.program import Action
 from heterodyne.plan.schedules import SCHEDULES, Orders
 from heterodyne.plan.schedules.gpipe import GPIPE, stage_by_stage
 
-__all__ = ["INEXACT", "is_asynchronous", "orders_of"]
-
-INEXACT = (
-    "INEXACT, as asked for (parallelism.async): steps are not flushed, and some forwards read weights that are predicted by one update; "
-    "the losses are not those of one device"
-)
+__all__ = ["is_asynchronous", "orders_of"]
 
 
 def is_asynchronous(plan: Plan) -> bool:

@@ -41,7 +41,7 @@ REDUCTIONS: Final[tuple[ActionKind, ...]] = ("REDUCE_GRAD", "SCATTER")
 COLLECTIVES: Final[tuple[ActionKind, ...]] = (*REDUCTIONS, "GATHER", "UNSHARD")
 _KINDS: tuple[str, ...] = get_args(ActionKind)
 _WITHOUT_INDEX = frozenset({"CLIP", "STEP"})
-_ACTION = re.compile(r"^([0-9]+)([A-Z_]+?)(-?[0-9]+)?$")
+_ACTION = re.compile(r"^([0-9]+)([A-Z_]+?)([0-9]*)$")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -63,7 +63,7 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The inverse of `str`. Raises ValueError."""
+        """The inverse of `str`, of actions of one batch. Raises ValueError."""
         match = _ACTION.match(text)
         if match is None or match[2] not in _KINDS or (match[2] in _WITHOUT_INDEX) == bool(match[3]):
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from heterodyne.plan import Plan
 from heterodyne.plan.order import is_asynchronous
+from heterodyne.plan.schedules.asynchronous import IN_WORDS
 
 __all__ = ["has_pipelines", "order_of", "samples_of", "stages_of"]
 
@@ -39,5 +40,5 @@ def has_pipelines(plan: Plan) -> bool:
 def order_of(plan: Plan) -> str:
     """In which order the pipelines compute: ``schedule 1F1B``, or ``an order of its own``; of predicted weights that they are inexact."""
     if is_asynchronous(plan):
-        return f"schedule {plan.schedule}, which is not flushed and trains with predicted weights (inexact)"
+        return f"schedule {plan.schedule}, {IN_WORDS}"
     return "an order of its own" if any(pipeline.order for pipeline in plan.pipelines) else f"schedule {plan.schedule}"

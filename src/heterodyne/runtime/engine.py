@@ -20,8 +20,9 @@ from torch import Tensor
 from heterodyne.errors import CheckpointError, NumericsError
 from heterodyne.job import TrainingSection
 from heterodyne.json_files import read_json
-from heterodyne.plan.order import INEXACT, is_asynchronous
+from heterodyne.plan.order import is_asynchronous
 from heterodyne.plan.plan import Plan
+from heterodyne.plan.schedules.asynchronous import INEXACT
 from heterodyne.processes.heap import give_back_memory
 from heterodyne.processes.signals import StopRequest
 from heterodyne.runtime.checkpoint.checkpoints import Checkpoints, taken_from

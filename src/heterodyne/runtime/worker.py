@@ -277,9 +277,12 @@ class Worker:
                 work = self._work(batch, number, now)
                 work.may_be_late = self._may_be_late(before)
                 loss = self._executor.run(work)
-        fault = self._model.fault(work, loss, before) if work.skipped and isinstance(loss, float) else None
         scale = None if self._model.scale is None else self._model.scale.value
-        overflow = work.skipped and scale is not None and scale > 1 and isinstance(loss, float) and math.isfinite(loss)
+        fault, overflow = None, False
+        if work.skipped:
+            assert isinstance(loss, float)  # or nothing is known yet by which a step could be skipped
+            fault = self._model.fault(work, loss, before)
+            overflow = scale is not None and scale > 1 and math.isfinite(loss)
         if self._model.scale is not None:
             self._model.scale.update(overflow=work.skipped)
             if overflow:

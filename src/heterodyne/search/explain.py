@@ -11,6 +11,7 @@ from heterodyne.job import Strategy
 from heterodyne.plan.micro_batches import MicroBatches
 from heterodyne.plan.order import is_asynchronous
 from heterodyne.plan.plan import Pipeline, Plan
+from heterodyne.plan.schedules.asynchronous import IN_WORDS
 from heterodyne.plan.sharded_stage import shard_stage
 from heterodyne.plan.weights import PlannedWeights
 from heterodyne.search.planned import Candidate, Planned, serves
@@ -278,7 +279,7 @@ def _line(planned: Planned, pipeline: Pipeline, rows: Sequence[ShareRow]) -> str
     parts = ", ".join(f"{row.device} {row.part}" for row in rows if row.device in own)
     order = "an order of its own" if pipeline.order else planned.plan.schedule
     if is_asynchronous(planned.plan):
-        order = f"{planned.plan.schedule}, not flushed between steps and with predicted weights (inexact)"
+        order = f"{planned.plan.schedule}, {IN_WORDS}"
     step_s = planned.simulation.step_s
     waits = [row.wait_s / step_s if step_s > 0 else 0.0 for row in rows if row.device in own]
     return (

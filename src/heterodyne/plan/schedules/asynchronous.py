@@ -17,9 +17,26 @@ from heterodyne.plan.schedules.one_f_one_b import ONE_F_ONE_B
 from heterodyne.plan.schedules.row import Row
 from heterodyne.plan.schedules.schedule import Schedule
 
-__all__ = ["ASYNCHRONOUS", "ahead", "depth_of", "drained", "predicted_versions", "steady", "unrolled"]
+__all__ = [
+    "ASYNCHRONOUS",
+    "INEXACT",
+    "IN_WORDS",
+    "ahead",
+    "depth_of",
+    "drained",
+    "predicted_versions",
+    "steady",
+    "unrolled",
+]
 
 ASYNCHRONOUS = Schedule(name="Async1F1B", placement="loop", chunks=1, make=ONE_F_ONE_B.make, asynchronous=True)
+
+IN_WORDS = "not flushed between steps, with predicted weights (inexact)"
+INEXACT = (
+    "INEXACT, as asked for (parallelism.async): steps are not flushed, and some forwards read weights that are predicted by one update; "
+    "the losses are not those of one device"
+)
+"""What plans and tables say of such a pipeline, and runs of themselves."""
 
 _FORWARD, _BACKWARD = ("RECV_F", "F", "SEND_F"), ("RECV_B", "R", "B", "SEND_B")
 
