@@ -149,9 +149,13 @@ def _chosen(candidates: Sequence[Candidate], strategy: Strategy, fits: Sequence[
         why = next((c.why_not for c in serving if c.kind == "pipeline"), "")
         hosts = "; ".join(c.why_not for c in serving if c.short_of_host)
         raise nothing_fits(fits, recipe.optimizer, in_words(recipe.precision), pipeline=why, hosts=hosts)
+    first_of = {c.why_not: c.name for c in reversed(serving)}  # what several lack is said once
     raise InfeasibleError(
         f"no plan with strategy {strategy!r}: "
-        + ("; ".join(f"{c.name}: {c.why_not}" for c in serving) or "pipelines need two devices and two ops at least")
+        + (
+            "; ".join(f"{name}: {why}" for why, name in reversed(first_of.items()))
+            or "pipelines need two devices and two ops at least"
+        )
     )
 
 
