@@ -196,7 +196,7 @@ def train(
         state: State = {"losses": {}}
         for step, batch in enumerate(family.batches(SAMPLES, STEPS)):
             state["losses"][str(step)] = torch.tensor(worker.step(batch).loss)
-            whole = worker.state_dict()
+            whole = worker.state.state_dict()
             momentum = {
                 n: s["momentum_buffer"].clone() for n, s in whole["optimizer"].items() if "momentum_buffer" in s
             }

@@ -66,9 +66,9 @@ def overflowing(world: World, graph: ModelGraph, spread: Spread) -> tuple[Overfl
     """
     worker = worker_under(world, build(graph, SAMPLES), spread, precision=MIXED)
     batch = build(graph, SAMPLES).batch
-    state = dict(worker.state_dict())
+    state = dict(worker.state.state_dict())
     state["loss_scale"] = {"value": 2.0**24, "good": 1999.0}
-    worker.load_state_dict(state)
+    worker.state.load_state_dict(state)
     found = []
     for _ in range(14):
         before = copied({n: p for n, p in worker.module.named_parameters() if not p.is_meta})
@@ -77,7 +77,7 @@ def overflowing(world: World, graph: ModelGraph, spread: Spread) -> tuple[Overfl
         moved = any(not torch.equal(before[n], after[n]) for n in before)
         assert result.scale is not None
         assert (result.fault is not None) == result.overflow
-        found.append((result.scale, result.overflow, moved, worker.state_dict()["loss_scale"]["value"]))
+        found.append((result.scale, result.overflow, moved, worker.state.state_dict()["loss_scale"]["value"]))
     weights = copied({n: p for n, p in worker.module.named_parameters() if not p.is_meta})
     worker.close()
     return found, weights

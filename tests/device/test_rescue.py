@@ -27,12 +27,12 @@ from multiprocess.test_training_pipelines import SAMPLES, Spread, chain, in_part
 
 def keep(worker: Worker, folder: Path, step: int) -> None:
     def moment() -> Moment | None:
-        held = worker.held()
+        held = worker.state.held()
         return None if held is None else Moment(step=step, state=held, random=random_state())
 
     about: dict[str, Any] = {"run": "one", "identity": {}, "plan": worker.plan.dump()}
     rescue = Rescue(folder, rank=worker.rank, size=dist.get_world_size(), moment=moment, still=lambda _: True, **about)
-    with worker.aside():
+    with worker.state.aside():
         rescue.write()
     dist.barrier()
 
@@ -45,7 +45,7 @@ def no_memory_in_the_update(worker: Worker, batch: Any) -> None:
     worker._variants.writes.leave()  # the hook is no change of a script's
     with pytest.raises(OutOfMemoryError, match="in 0STEP") as caught:
         worker.step(batch)
-    assert worker.held() is None
+    assert worker.state.held() is None
     shortage = caught.value.shortage
     assert isinstance(shortage, Shortage)
     assert (shortage.step, shortage.asked_bytes, shortage.longer) == (4, 2048, False)
@@ -71,9 +71,9 @@ def resumed(
     other = worker_in(world, graph, after, precision, 0)
     found = checkpoints.latest()
     assert found is not None
-    restored = checkpoints.load(found, identity={}, wanted=other.needs)
+    restored = checkpoints.load(found, identity={}, wanted=other.state.needs)
     assert restored.random is not None
-    other.load_state_dict(restored.state)
+    other.state.load_state_dict(restored.state)
     again = [other.step(batch).loss for _ in range(2)]
     other.close()
     return losses, again, why

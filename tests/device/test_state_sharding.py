@@ -86,11 +86,11 @@ def kept_where(
     batch = build(graph, SAMPLES).batch
     worker = worker_in(world, graph, spread, precision, zero)
     losses = [worker.step(batch).loss for _ in range(2)]
-    state = worker.state_dict()
+    state = worker.state.state_dict()
     where = {t.device.type for of in worker.optimizer.state.values() for t in of.values() if t.dim()}
     worker.close()
     again = worker_in(world, graph, spread, precision, zero)
-    again.load_state_dict(state)
+    again.state.load_state_dict(state)
     losses.append(again.step(batch).loss)
     again.close()
     return losses, where

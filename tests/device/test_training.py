@@ -55,8 +55,8 @@ def asked_for_its_state(world: World, graph: ModelGraph, spread: Spread) -> tupl
         for tensor in held.values():
             tensor.mul_(1 + 1e-6 * world.rank)  # as if this device had rounded in another way
     before = copied(held)
-    found = copied(worker.state_dict()["model"])
-    worker.own_state()
+    found = copied(worker.state.state_dict()["model"])
+    worker.state.own()
     after = copied(held)
     worker.close()
     trains = worker.placement.places[world.rank].micro_batches.samples

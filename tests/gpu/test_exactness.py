@@ -53,7 +53,7 @@ def train(world: World, graph: ModelGraph, shares: Shares, backends: tuple[str, 
         world, case, shares, optimizer=ADAMW, clip=0.5, bucket_bytes=2000, backends=backends, recorder=recorder
     )
     losses = [worker.step(case.batch).loss for _ in range(4)]
-    worker.state_dict()
+    worker.state.state_dict()
     assert all(event.seconds >= 0 for event in recorder.events())
     return losses, [event.name for event in recorder.events()]
 

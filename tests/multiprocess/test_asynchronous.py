@@ -77,16 +77,16 @@ def train(
             for group in worker.optimizer.param_groups:
                 group["weight_decay"] = 0.1 * (step + 1)
         if step in ends and life == "resumed":
-            state = deepcopy(worker.state_dict())
+            state = deepcopy(worker.state.state_dict())
             worker.close()
             case = build(graph, sum(pipeline.sizes))
             worker = staged_worker(world, case, (pipeline,), "Async1F1B", optimizer=optimizer, seed=SEED)
-            worker.load_state_dict(state)
+            worker.state.load_state_dict(state)
         elif step in ends and life == "back":
-            state = deepcopy(worker.state_dict())
+            state = deepcopy(worker.state.state_dict())
             for _ in range(2):
                 worker.step(batch_of(case, 9))
-            worker.load_state_dict(state)
+            worker.state.load_state_dict(state)
         elif step in ends and life == "frozen late":
             for parameter in worker.module.parameters():
                 parameter.requires_grad_(False)
@@ -95,7 +95,7 @@ def train(
                 parameter.requires_grad_(True)
         elif step in ends:
             assert worker.evaluate(case.batch) > 0
-    state = copied(worker.state_dict()["model"])
+    state = copied(worker.state.state_dict()["model"])
     worker.close()
     return [result.loss for result in results], state
 
@@ -228,7 +228,7 @@ def spoiled(world: World, graph: ModelGraph, pipeline: PipelineOf, how: str) -> 
     if how == "nothing counts":
         bad["labels"] = torch.full_like(bad["labels"], -100)
     else:
-        with worker.lent():
+        with worker.state.lent():
             for parameter in (p for p in case.module.parameters() if not p.is_meta):
                 parameter.data.fill_(float("nan"))
 

@@ -145,14 +145,14 @@ def live(world: World, kind: str, found: ModelGraph, plan: Plan, before: Life | 
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # daemons may have no children
     batches, worker = opened(kind, 1), worker_of(world, plan, found)
     if before is not None:
-        worker.load_state_dict(before.model)
+        worker.state.load_state_dict(before.model)
         batches.load_state_dict(before.data)
     losses = [] if before is None else before.losses
     for batch in batches:
         losses.append(worker.step(batch).loss)
         if worker.steps_done == last:
             break
-    state = worker.state_dict()
+    state = worker.state.state_dict()
     life = Life(losses, state, batches.state_dict()) if world.rank == 0 else None
     batches.close()
     worker.close()

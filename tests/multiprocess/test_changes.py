@@ -260,7 +260,7 @@ def ours(world: World, kind: str, names: list[str]) -> dict[str, Run | str]:
         worker = worker_for(world, kind, module, captured)
         try:
             losses, validation = lived(stepping(worker), worker.evaluate, model, loss, LIVES[name])
-            weights = {n: tensor.clone() for n, tensor in worker.tensors().items()}
+            weights = {n: tensor.clone() for n, tensor in worker.state.tensors().items()}
             found[name] = Run(losses, validation, weights)
         except HeterodyneError as error:
             found[name] = str(error)

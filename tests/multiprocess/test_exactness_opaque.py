@@ -111,19 +111,19 @@ def trained(world: World, shares: Shares, compiled: bool) -> tuple[list[float], 
     for step in range(3):
         now = {"x": batch["x"], "y": batch["y"] - (3.0 if step == 1 else 0.0)}  # nobody takes the rare branch
         if step == 1:
-            state = copy.deepcopy(worker.state_dict())
+            state = copy.deepcopy(worker.state.state_dict())
         loss = worker.step(now).loss
         optimizer.zero_grad()
         expected = plain(**now)
         expected.backward()
         optimizer.step()
         losses.append(abs(loss - expected.item()) / expected.item())
-    worker.load_state_dict(state)
+    worker.state.load_state_dict(state)
     for shift in (3.0, 0.0):
         worker.step({"x": batch["x"], "y": batch["y"] - shift})
     validation = worker.evaluate({"x": batch["x"][:5], "y": batch["y"][:5]})
     expected = plain.eval()(batch["x"][:5], batch["y"][:5]).item()
-    weights = worker.state_dict()["model"]
+    weights = worker.state.state_dict()["model"]
     worker.close()
     assert bool(ran) == (compiled and world.rank < 2), "compiled code runs where there are samples"
     return (

@@ -46,7 +46,7 @@ def train(
     case = build(graph, samples_of(shares))
     worker = worker_of(world, case, shares, optimizer=section, clip=clip)
     losses = [worker.step(case.batch).loss for _ in range(STEPS)]
-    worker.state_dict()  # ranks without samples are given what the others have
+    worker.state.state_dict()  # ranks without samples are given what the others have
     return losses, stored(case.module)
 
 
@@ -88,11 +88,11 @@ def go_on(world: World, graph: ModelGraph, before: Shares, after: Shares) -> tup
     case = build(graph, samples_of(before))
     worker = worker_of(world, case, before, clip=1.0)
     worker.step(case.batch)
-    state = copy.deepcopy(worker.state_dict())
+    state = copy.deepcopy(worker.state.state_dict())
     losses = [worker.step(case.batch).loss for _ in range(2)]
     other = build(graph, samples_of(after), seed=1)
     resumed = worker_of(world, other, after, clip=1.0)
-    resumed.load_state_dict(state)
+    resumed.state.load_state_dict(state)
     return losses, [resumed.step(case.batch).loss for _ in range(2)]
 
 

@@ -80,7 +80,7 @@ def trained(world: World, zero: int) -> tuple[list[float], dict[str, Tensor]]:
         model.turn = turn_of(step)
         model.heads[2].requires_grad_(step != 3)  # frozen in its first turn
         losses.append(worker.step(batch_of(step)).loss)
-    weights = {name: tensor.clone() for name, tensor in worker.state_dict()["model"].items()}
+    weights = {name: tensor.clone() for name, tensor in worker.state.state_dict()["model"].items()}
     worker.close()
     return losses, weights
 

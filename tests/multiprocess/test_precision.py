@@ -79,7 +79,7 @@ def trained(world: World, pipelines: Any, folder: Path) -> tuple[list[float], li
     losses = [worker.step(batch).loss for _ in range(3)]
     save(worker, folder)
     after = [worker.step(batch).loss for _ in range(3)]
-    state = worker.state_dict()
+    state = worker.state.state_dict()
     assert all(values["master"].dtype is torch.float32 for values in state["optimizer"].values())
     model = copied(state["model"])
     worker.close()
@@ -88,7 +88,7 @@ def trained(world: World, pipelines: Any, folder: Path) -> tuple[list[float], li
     go_on(resumed, folder)
     again = [resumed.step(batch).loss for _ in range(3)]
     assert again == after
-    same = copied(resumed.state_dict()["model"])
+    same = copied(resumed.state.state_dict()["model"])
     assert all(torch.equal(same[name], value) for name, value in model.items())
     resumed.close()
     return losses, after, model

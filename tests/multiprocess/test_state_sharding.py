@@ -233,9 +233,9 @@ def of_whole_weights(world: World, graph: ModelGraph, spread: Spread, name: str,
     case = build(graph, SAMPLES)
     worker = worker_under(world, case, spread, FACTORIES[name], zero=zero, reach="weight")
     losses = [worker.step(case.batch).loss for _ in range(STEPS)]
-    state = worker.state_dict()
+    state = worker.state.state_dict()
     assert state["optimizer"].keys() <= {p.name for p in graph.parameters}
-    worker.load_state_dict(state)
+    worker.state.load_state_dict(state)
     losses.append(worker.step(case.batch).loss)
     worker.close()
     return losses
@@ -258,10 +258,10 @@ def replaced(world: World, graph: ModelGraph, spread: Spread, zero: int) -> tupl
     worker = worker_under(world, case, spread, SGD, zero=zero)
     worker.step(case.batch)
     names = [parameter.name for parameter in graph.parameters if parameter.trainable]
-    values = {name: 0.9 * value.float() for name, value in worker.updated(names).items()}
-    with worker.lent():
-        worker.put(values)
-    again = copied(worker.updated(names))
+    values = {name: 0.9 * value.float() for name, value in worker.state.updated(names).items()}
+    with worker.state.lent():
+        worker.state.put(values)
+    again = copied(worker.state.updated(names))
     alike = all(again[name].equal(value) for name, value in values.items())
     losses = [worker.step(case.batch).loss for _ in range(2)]
     worker.close()

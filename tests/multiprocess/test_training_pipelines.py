@@ -104,7 +104,7 @@ def train(
     case = build(graph, SAMPLES)
     worker = worker_under(world, case, spread, optimizer, **(more or {}))
     results = [worker.step(case.batch) for _ in range(steps)]
-    state = copied(worker.state_dict()["model"])
+    state = copied(worker.state.state_dict()["model"])
     kept = sum(p.numel() for p in worker.optimizer.state)
     worker.close()
     return [r.loss for r in results], [r.grad_norm for r in results], state, kept
@@ -161,7 +161,7 @@ def one_after_the_other(world: World, graph: ModelGraph, spreads: Sequence[Sprea
             worker.step(case.batch)
             worker.close()
             counts.append(len(dist.distributed_c10d._world.pg_map))
-            worker.state_dict()  # what a worker knows can still be asked for
+            worker.state.state_dict()  # what a worker knows can still be asked for
     return counts
 
 
@@ -255,7 +255,7 @@ def export(world: World, graph: ModelGraph, spread: Spread, folder: Path) -> flo
     case = build(graph, SAMPLES)
     worker = worker_under(world, case, spread)
     worker.step(case.batch)
-    weights = worker.weights()
+    weights = worker.state.weights()
     assert bool(weights) == (world.rank == 0)
     if world.rank == 0:
         export_model(worker.module, folder / "model", weights)

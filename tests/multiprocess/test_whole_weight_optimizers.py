@@ -93,7 +93,7 @@ def train_in_halves(
     resumed = worker_under(world, other, spreads[1], FACTORIES[factory])
     go_on(resumed, folder)
     losses += [resumed.step(case.batch).loss for _ in range(STEPS // 2)]
-    state = copied(resumed.state_dict()["model"])
+    state = copied(resumed.state.state_dict()["model"])
     resumed.close()
     return losses, state
 

@@ -95,7 +95,7 @@ def worker_of(
 def save(worker: Worker, folder: Path) -> None:
     """Write a checkpoint of all ranks."""
     checkpoints = Checkpoints(folder, agreement=Agreement.of_all())
-    checkpoints.save(worker.steps_done, worker.own_state(), identity={}, plan=worker.plan.dump())
+    checkpoints.save(worker.steps_done, worker.state.own(), identity={}, plan=worker.plan.dump())
 
 
 def go_on(worker: Worker, folder: Path) -> dict[str, Any]:
@@ -103,8 +103,8 @@ def go_on(worker: Worker, folder: Path) -> dict[str, Any]:
     checkpoints = Checkpoints(folder, agreement=Agreement.of_all())
     found = checkpoints.latest()
     assert found is not None
-    state = checkpoints.load(found, identity={}, wanted=worker.needs).state
-    worker.load_state_dict(state)
+    state = checkpoints.load(found, identity={}, wanted=worker.state.needs).state
+    worker.state.load_state_dict(state)
     return state
 
 

@@ -71,6 +71,7 @@ class Worker:
         self.module = nn.Sequential(nn.Embedding(256, 8), nn.Dropout(0.2), nn.Linear(8, 256))
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-2)
         self.steps_done = 0
+        self.state = self
         self.on_step = on_step
         self.faults: dict[int, str] = {}
         self.spoilt: str | None = None
@@ -117,7 +118,7 @@ class Worker:
     def weights(self) -> Any:
         return self.module.state_dict()
 
-    def own_state(self) -> Any:
+    def own(self) -> Any:
         return {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict(), "steps": self.steps_done}
 
     def load_state_dict(self, state: Any) -> None:

@@ -299,7 +299,7 @@ class Distributed:
         up to date.
         """
         with self._calls.named("gathered_weights()"):
-            tensors = self._worker.tensors()
+            tensors = self._worker.state.tensors()
             if self._worker.ownership.whole:
                 return None
             return self._names.own_model({name: tensor.cpu() for name, tensor in tensors.items()})
@@ -341,25 +341,25 @@ class Distributed:
         averages of a trainer, in the order in which they were made; one that was loaded before goes on when it is asked for.
         """
         with self._calls.named("average()"):
-            kept = self._worker.average(decay)
+            kept = self._worker.state.average(decay)
         return Average(self, self._calls, lambda: self._with_average(kept), self._whole_model)
 
     @contextmanager
     def _with_average(self, kept: WeightAverage) -> Iterator[None]:
         try:
-            with self._worker.applied(kept):
+            with self._worker.state.applied(kept):
                 self._predictor.forget()
                 yield
         finally:
             self._predictor.forget()
 
     def _whole_model(self) -> dict[str, Any]:
-        return self._names.own_model(self._worker.weights(on=None))
+        return self._names.own_model(self._worker.state.weights(on=None))
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer (both by the names of the user's model) and step; the same on every rank, and copies that later steps leave."""
         with self._calls.named("state_dict()"):
-            state = self._names.own_state(self._worker.state_dict())
+            state = self._names.own_state(self._worker.state.state_dict())
             copied: dict[str, Any] = pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)
             return copied
 
@@ -370,7 +370,7 @@ class Distributed:
             self._calls.named("load_state_dict()"),
             taken_from("it is a state", "pass what state_dict() returned, of this model"),
         ):
-            self._worker.load_state_dict(self._names.captured_state(state))
+            self._worker.state.load_state_dict(self._names.captured_state(state))
             self._predictor.forget()
 
     @checked_arguments
@@ -380,7 +380,7 @@ class Distributed:
         Raises CheckpointError on every rank if rank 0, which writes, cannot.
         """
         with self._calls.named("save_pretrained()"), self.phase("writing the weights"):
-            weights = self._names.own_model(self._worker.weights())
+            weights = self._names.own_model(self._worker.state.weights())
             written = self._session.agreement.on_rank0(lambda: export_model(self._model, Path(path), weights))
         self._tell(lambda callback: callback.on_save(self, written))
         return written

@@ -160,7 +160,7 @@ class _Stage:
         worker = self.make(plan)
         stack.callback(worker.close)
         worker.step(self.batch)  # the first one makes what the others use
-        worker.finish()
+        worker.state.finish()
         return worker
 
     def _turn_s(self, worker: Worker) -> float:
@@ -174,7 +174,7 @@ class _Stage:
             worker.step(self.batch)
         self._wait()
         seconds = (time.perf_counter() - begun_s) / self.program.steps
-        worker.finish()
+        worker.state.finish()
         return max(communicator.all_gather_object(seconds))
 
     def _wait(self) -> None:

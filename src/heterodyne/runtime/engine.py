@@ -187,7 +187,7 @@ class Engine:
             self.registered.begin()
         batch = read()
         if self._ranks.size > 1 and is_looked_at(self.done):
-            sample = self._worker.sample()
+            sample = self._worker.state.sample()
             of_all = self._ranks.gather_or_raise(lambda: (digest(batch), sample))
             require_same([of for of, _ in of_all], self.done, given=not is_source(batch))
             require_alike([of for _, of in of_all], self.done)
@@ -268,7 +268,7 @@ class Engine:
         Raises CheckpointError if a rank cannot write, NumericsError if the last step was skipped or the state is not finite.
         """
         with self._phase("writing a checkpoint"):
-            self._worker.finish()
+            self._worker.state.finish()
             self._note_last()
             try:
                 self._skipped.require_none(self.done)
@@ -281,7 +281,7 @@ class Engine:
                 self._note_outer(self._sites)
                 beside = {**beside, SITES: self._sites.state_dict()}
             state = {
-                **self._names.own_state(self._worker.own_state()),
+                **self._names.own_state(self._worker.state.own()),
                 **({REGISTERED: objects} if objects else {}),
                 **beside,
             }
@@ -303,7 +303,7 @@ class Engine:
             objects = state.pop(REGISTERED, {})
             if self._sites is not None:
                 self._sites.load_state_dict(state.pop(SITES, {}))
-            self._worker.load_state_dict(self._names.captured_state(state))
+            self._worker.state.load_state_dict(self._names.captured_state(state))
             wrong = next(
                 (name for name in self._ranks.gather_or_raise(self._worker.not_finite) if name is not None), None
             )
@@ -336,7 +336,7 @@ class Engine:
         others in a step that will not end. Whoever resumes finds it, if all ranks have written. Raises nothing.
         """
         if self._rescue is not None:
-            with self._worker.aside():
+            with self._worker.state.aside():
                 self._rescue.write()
             self._note_in_time()
 
@@ -393,14 +393,14 @@ class Engine:
     def _moment(self) -> Moment | None:
         done, generators = self._generators
         objects = None if self._extra else self.registered.after_last_step()
-        held = None if objects is None else self._worker.held()
+        held = None if objects is None else self._worker.state.held()
         if held is None or held["step"] != done:
             return None
         state = {**self._names.own_state(held), **({REGISTERED: objects} if objects else {})}
         return Moment(step=done, state=state, random=random_state(generators))
 
     def _is_still(self, moment: Moment) -> bool:
-        return self._worker.held() is not None and self._generators[0] == moment.step
+        return self._worker.state.held() is not None and self._generators[0] == moment.step
 
     def _expect_speeds(self) -> None:
         def read() -> Any:
@@ -435,7 +435,7 @@ class Engine:
     def _wanted(self, keys: Sequence[str]) -> bool:
         if keys[0] == SITES:
             return self._ranks.rank == 0
-        return keys[0] in (DATA, EXTRA, REGISTERED) or self._worker.needs(self._names.captured_keys(tuple(keys)))
+        return keys[0] in (DATA, EXTRA, REGISTERED) or self._worker.state.needs(self._names.captured_keys(tuple(keys)))
 
     def _peak_memory_bytes(self) -> int:
         return peak_memory_bytes(self._worker.device) - self._worker.borrowed_bytes

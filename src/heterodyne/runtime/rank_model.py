@@ -30,6 +30,7 @@ from heterodyne.runtime.weights.left import Left
 from heterodyne.runtime.weights.loss_scale import LossScale
 from heterodyne.runtime.weights.masters import MasterWeights
 from heterodyne.runtime.weights.materialise import place_weights
+from heterodyne.runtime.weights.model_state import ModelState
 from heterodyne.runtime.weights.optimizer import (
     OptimizerFactory,
     make_optimizer,
@@ -43,7 +44,6 @@ from heterodyne.runtime.weights.planned_gradients import bucket_channels, comple
 from heterodyne.runtime.weights.predicted import PredictedWeights, require_moments
 from heterodyne.runtime.weights.sharded_parameters import ShardedParameters
 from heterodyne.runtime.weights.trainable import require_none_unfrozen, trainable_parameters
-from heterodyne.runtime.weights.worker_state import WorkerState
 from heterodyne.stored_weights import StoredWeights
 
 __all__ = ["RankModel"]
@@ -137,7 +137,7 @@ class RankModel:
         gathered = [a.index for a in assignment.actions if a.kind == "GATHER" and a.index is not None]
         self.moves = OutsideMoves(self.masters, self.gradients, communicator, gathered, self.ownership.shards.keys())
         self._asked = Left(self.masters.updated)
-        self.state = WorkerState(
+        self.state = ModelState(
             module,
             self.optimizer,
             self.masters,

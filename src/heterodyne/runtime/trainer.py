@@ -149,7 +149,7 @@ class Trainer:
     def export(self) -> Path:
         """Write the weights as they are now into the run's ``model/``; where they are. Raises CheckpointError."""
         with self._phase("writing the weights"):
-            weights = self._worker.weights()
+            weights = self._worker.state.weights()
             return self._ranks.on_rank0(lambda: export_model(self._worker.module, self._run.model, weights))
 
     def _loop(self, stop: StopRequest) -> bool:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from heterodyne.errors import CheckpointError, DataError, PlanError
+from heterodyne.errors import DataError
 from heterodyne.job import OptimizerSection
 from heterodyne.loss_count import LossCount
 from heterodyne.plan.lower import Lowered
@@ -41,8 +40,7 @@ from heterodyne.runtime.same_ranks import require_together
 from heterodyne.runtime.slices import GlobalBatchLike
 from heterodyne.runtime.stages.stage_builder import Channels, StageBuilder, StagePrograms
 from heterodyne.runtime.step_result import StepResult
-from heterodyne.runtime.weights.average import WeightAverage
-from heterodyne.runtime.weights.between_steps import Sample
+from heterodyne.runtime.training_state import TrainingState
 from heterodyne.runtime.weights.optimizer import OptimizerFactory, moves_by_itself
 from heterodyne.runtime.weights.ownership import Ownership
 from heterodyne.runtime.weights.trainable import require_trained
@@ -50,8 +48,6 @@ from heterodyne.runtime.weights.unheld import UnheldWeights
 from heterodyne.stored_weights import StoredWeights
 
 __all__ = ["OptimizerFactory", "StepResult", "Worker"]
-
-_AVERAGES = "averages"
 
 
 class Worker:
@@ -121,7 +117,6 @@ class Worker:
         self.plan = lowered.plan
         self._lowered = lowered
         self.rank = communicator.rank
-        self.steps_done = 0
         self.recorder = recorder or Recorder(rank=self.rank, device=communicator.device, on=False)
         self._communicator = communicator = communicator.branch()
         self._closing.callback(communicator.close)
@@ -216,11 +211,7 @@ class Worker:
         )
         self._say = say
         self._slowdowns = Slowdowns(communicator, self.recorder, [device.id for device in lowered.cluster.devices])
-        self._averages: list[WeightAverage] = []
-        self._loaded: dict[int, WeightAverage] = {}  # those that nobody has asked for yet
         self._first = True  # no step has been done here
-        self._before: dict[str, Tensor] = {}  # statistics as they were before the step under way
-        self._settled = None if communicator.device.type == "cpu" else torch.Event(communicator.device)
         executor: Callable[..., Executor] = Executor
         if lowered.steady is not None:
             communicator.agreement.gather_or_raise(partial(held.require_predictable, clip_grad_norm))
@@ -242,6 +233,7 @@ class Worker:
             recorder=self.recorder,
             watch=watch,
         )
+        self.state = TrainingState(held, self._executor, self._variants.writes, communicator.device)
 
     def step(self, batch: GlobalBatchLike, step: int | None = None) -> StepResult:
         """Train on one global batch, the same on every rank. ``step`` None: the one after the last.
@@ -263,7 +255,7 @@ class Worker:
         if self._model.moves.begin():
             self._variants.writes.found_before()
         work = self._work(batch, number, now)
-        self._before = before = {name: buffer.clone() for name, buffer in self._model.statistics(graph).items()}
+        self.state.before = before = {name: buffer.clone() for name, buffer in self._model.statistics(graph).items()}
         work.may_be_late = self._may_be_late(before)
         with self._told_of_memory(number), told_with_place(self.module, f"step {number + 1}"):
             self._look_at_parts(work, now)
@@ -289,11 +281,11 @@ class Worker:
                 fault = f"{fault}: fp16 overflows at a loss scale of {scale:g}, the next step has {self._model.scale.value:g}"
         if not self._role.active and fault is None:
             self.optimizer.step()  # of no gradients: schedulers count steps, and here the program has none
-        self._before = {}
+        self.state.before = {}
         if fault is None:
-            for average in self._averages:
+            for average in self.state.averages:
                 average.update()
-        self.steps_done = number + 1
+        self.state.steps_done = number + 1
         self._model.leave(look=is_looked_at(self.steps_done))
         self._variants.leave()
         self._executor.updating = False
@@ -302,8 +294,7 @@ class Worker:
             # of this step's heap would stay beside them.
             trim_heap()
         self._first = False
-        if self._settled is not None:
-            self._settled.record()
+        self.state.settle()
         seconds = time.perf_counter() - started_s
         slower = self._slowdowns.note(number, seconds, self._executor.elements - read, look=now.suspected())
         if slower is not None:
@@ -327,7 +318,9 @@ class Worker:
         """Return whether the device may decide by the norm whether to update: nothing but weights and optimizer depends on it."""
         active = self._role.active and self.device.type != "cpu"
         return (
-            active and self._model.scale is None and not (statistics or self._averages or self._model.masters.on_host)
+            active
+            and self._model.scale is None
+            and not (statistics or self.state.averages or self._model.masters.on_host)
         )
 
     def _look_at_parts(self, work: Step, now: StepOfVariant) -> None:
@@ -351,25 +344,6 @@ class Worker:
             lambda: longer_than_planned(self._executor.inputs, self.graph),
         )
 
-    def held(self) -> dict[str, Any] | None:
-        """The part of the state after `steps_done` steps that this rank answers for, without asking other ranks; None in the middle of
-        an update. From any thread, also while a step waits for others.
-        """
-        if self._executor.updating or self._executor.under_way:
-            return None
-        return {**self._model.state.held(self._before), **self._progress(), **self._of_averages(WeightAverage.held)}
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Copies of what is `held` are made beside what the device waits for."""
-        if self._settled is None:
-            yield
-            return
-        stream = torch.Stream(self.device)
-        stream.wait_event(self._settled)
-        with stream:
-            yield
-
     def gradients(self, batch: GlobalBatchLike, step: int = 0) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients of a global batch, as `step` would use them before clipping. No weight is updated; running
         statistics of BatchNorm are, as in every forward.
@@ -377,7 +351,7 @@ class Worker:
         Idle ranks get the loss and no gradients. The gradients are views, good until the next call.
         """
         self._model.require_as_left()
-        self._bring_together()
+        self.state.bring_together()
         now = self._variants.step(step)
         work = self._work(batch, step, now)
         loss = self._executor.run(work, update=False)
@@ -403,7 +377,7 @@ class Worker:
         return (loss * count if count else 0.0), count
 
     def _evaluate(self, batch: GlobalBatchLike) -> tuple[float, float]:
-        self._bring_together()
+        self.state.bring_together()
         with eval_mode(self.module):
             variant, numbers = self._variants.evaluation()
             batches = variant.batches
@@ -427,74 +401,6 @@ class Worker:
         variant.capture.follow(self.module)
         return found
 
-    def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer (by parameter name) and step. Collective. Tensors that are held here are the live ones, not copies.
-
-        Ranks that are idle or without samples are given the values of one that trains first. Where devices are unlike, so that they may
-        have drifted apart in the last bits, all ranks but one have copies of what that one holds.
-        """
-        with self._brought_together():
-            return {**self._model.state.whole(), **self._progress(), **self._of_averages(WeightAverage.state)}
-
-    def own_state(self) -> dict[str, Any]:
-        """The part of `state_dict` that this rank answers for; all parts together are the whole. Collective."""
-        with self._brought_together():
-            return {**self._model.state.own(), **self._progress(), **self._of_averages(WeightAverage.held)}
-
-    @contextmanager
-    def _brought_together(self) -> Iterator[None]:
-        """All copies of a weight are what the optimizer has made of it; what writes to weights inside is the runtime. Collective."""
-        self._bring_together()
-        with self._variants.writes.excepted():
-            yield
-
-    def finish(self, *, checked: bool = True) -> None:
-        """End the latest step on all ranks, where the next one would have done so. Collective. ``checked``: raise what is wrong with it."""
-        if self._executor.finish(checked=checked):
-            self._model.leave(look=is_looked_at(self.steps_done))
-            self._variants.writes.leave()
-
-    def _bring_together(self) -> None:
-        self.finish()
-        self._model.replaced.take_over()
-        with self._variants.writes.excepted():
-            self._model.moves.bring_together()
-
-    def _of_averages(self, of: Callable[[WeightAverage], dict[str, Any]]) -> dict[str, Any]:
-        found = {
-            str(number): of(average) for number, average in {**dict(enumerate(self._averages)), **self._loaded}.items()
-        }
-        return {_AVERAGES: found} if found else {}
-
-    def average(self, decay: float) -> WeightAverage:
-        """Keep one more average of the weights: that which was loaded in its place, or one that begins with them as they are."""
-        if self._lowered.steady is not None:
-            raise PlanError(
-                "with predicted weights ('async: predicted') ranks update their parts of the model at different times, so that no average "
-                "of the weights is kept: leave 'async' or the average out"
-            )
-        found = self._loaded.pop(len(self._averages), None) or self._model.average(decay)
-        found.decay = decay
-        self._averages.append(found)
-        return found
-
-    @contextmanager
-    def applied(self, average: WeightAverage) -> Iterator[None]:
-        """The model has an average in place of its weights while the block runs. Collective as it begins."""
-        with self._brought_together(), self.lent(), average.applied():
-            yield
-
-    def _progress(self) -> dict[str, Any]:
-        scale = {} if self._model.scale is None else {"loss_scale": self._model.scale.state_dict()}
-        return {"step": self.steps_done, **scale}
-
-    def sample(self) -> Sample:
-        """A few values of the weights and buffers that other ranks must have alike. Collective."""
-        if self._executor.under_way:  # then no trained weight is on two ranks
-            return self._model.sample()
-        with self._brought_together():
-            return self._model.sample()
-
     def unheld(self, named: Callable[[str], str]) -> UnheldWeights:
         """Guard what not every rank holds whole until that is released; ``named``: what the user calls a parameter of `module`."""
         return UnheldWeights(
@@ -509,75 +415,21 @@ class Worker:
             device=self.device,
         )
 
-    def needs(self, keys: Sequence[str]) -> bool:
-        """Whether `load_state_dict` reads on this rank what these keys lead to in a `state_dict`."""
-        if keys[0] == _AVERAGES:
-            return self._model.average_reads("/".join(keys[3:]))
-        return self._model.state.needs(keys)
-
-    def weights(self, on: int | None = 0) -> dict[str, Any]:
-        """Return the whole model's state dict on one rank, nothing on the others; None: on all. Collective."""
-        with self._brought_together():
-            return self._model.state.weights(on)
-
-    def tensors(self, on: int | None = None, names: Collection[str] | None = None) -> dict[str, Tensor]:
-        """Return every parameter and buffer (or those ``names``) by name, whole, on one rank or (None) on all. Collective. Tensors that
-        are held here are the live ones.
-        """
-        with self._brought_together():
-            return self._model.state.tensors(on, names)
-
-    def updated(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return trained parameters as the optimizer updates them (in fp32 where the model has 16 bits), whole and on every rank.
-        Collective. Tensors that are held here are the live ones.
-        """
-        with self._brought_together():
-            return self._model.state.updated(names)
-
     def weights_moved(self) -> bool:
         """Whether weights were changed since this was asked last, by a step or by anything else. Collective."""
         return self._model.weights_moved()
-
-    def put(self, values: Mapping[str, Tensor]) -> None:
-        """Set parameters and buffers to other values, whole and the same on every rank; the optimizer's state stays as it is."""
-        with self._variants.writes.excepted():
-            self._model.state.put(values)
 
     def require_as_left(self) -> None:
         """Raise PlanError if weights were changed since the last step in a way that the next one would not see."""
         self._model.replaced.take_over()
         self._model.require_as_left()
 
-    @contextmanager
-    def lent(self) -> Iterator[None]:
-        """While the block runs weights may be written, if at its end they are as they were, or were `put`."""
-        with self._variants.writes.excepted(), self._model.lent(look=is_looked_at(self.steps_done)):
-            yield
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `state_dict`; a rank may leave out what it does not need. Raises CheckpointError."""
-        step = int(state["step"])
-        if not 0 <= step < 2**53:
-            raise CheckpointError(f"its step is {step:,}")
-        self.finish(checked=False)
-        self._model.state.load(state)
-        for number, saved in state.get(_AVERAGES, {}).items():
-            place = int(number)
-            if place >= len(self._averages):
-                self._loaded[place] = self._model.average(saved["decay"])
-            (self._loaded if place in self._loaded else self._averages)[place].load(saved)
-        self.steps_done = step
-        self._model.leave(look=is_looked_at(self.steps_done))
-        self._variants.writes.leave()
-        if self._model.scale is not None and "loss_scale" in state:
-            self._model.scale.load_state_dict(state["loss_scale"])
-
     def lowered(self, *, training: bool | None) -> Lowered:
         """Return what a step (``training``) or an evaluation would run now, None: what the latest step ran. Collective unless None. Raises
         PlanError for a change of the model that cannot be followed."""
         if training is None:
             return self._variants.running.assignment.lowered
-        self._bring_together()
+        self.state.bring_together()
         self._variants.asked_for()
         if training:
             now = self._variants.step(self.steps_done)
@@ -586,6 +438,11 @@ class Worker:
             return now.variant.assignment.lowered
         with eval_mode(self.module):
             return self._variants.evaluation()[0].assignment.lowered
+
+    @property
+    def steps_done(self) -> int:
+        """The steps after which the model is as it is."""
+        return self.state.steps_done
 
     @property
     def slowdowns(self) -> Slowdowns:

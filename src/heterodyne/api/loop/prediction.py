@@ -133,7 +133,7 @@ class BatchPredictor:
                     "the plan cuts the model: its weights are brought together, and rank 0 runs it on the host for outputs"
                 )
                 self._said = True
-            tensors = self._worker.tensors(on=0)
+            tensors = self._worker.state.tensors(on=0)
             self._gathered = (self._worker.steps_done, {name: t.cpu() for name, t in tensors.items()})
         return self._gathered[1]
 

@@ -26,7 +26,7 @@ def gathered_weights(worker: Worker, session: Session, where: WeightsAtEnd) -> M
     if where == "none":
         return {}
     if worker.ownership.whole:
-        worker.tensors()
+        worker.state.tensors()
         return {}
     if where == "all" and lacking_room(session, worker.graph.parameter_bytes + worker.graph.buffer_bytes) is not None:
         warnings.warn(
@@ -35,7 +35,7 @@ def gathered_weights(worker: Worker, session: Session, where: WeightsAtEnd) -> M
             stacklevel=2,
         )
         where = "rank0"
-    return worker.tensors(on=None if where == "all" else 0)
+    return worker.state.tensors(on=None if where == "all" else 0)
 
 
 def lacking_room(session: Session, bytes_of_rank: float) -> tuple[str, float, float] | None:

@@ -43,7 +43,7 @@ class WholeWeights:
         self._tensors = {name: tensor for name, tensor in stored.items() if not names or name in names}
         _require_room(worker, session, self._tensors)
         self._stack = ExitStack()
-        self._stack.enter_context(worker.lent())
+        self._stack.enter_context(worker.state.lent())
         values = _copies(worker, self._tensors)
         self._dtypes = {name: value.dtype for name, value in values.items()}
         self._before = {name: _digest(value) for name, value in values.items()}
@@ -96,13 +96,13 @@ class WholeWeights:
             tensor.grad = None
             _put(tensor, self._aside.get(name, torch.empty_like(tensor, device="meta")))
             tensor.grad = self._gradients[name]
-        self._worker.put(changed)
+        self._worker.state.put(changed)
         self._stack.close()
 
 
 def _copies(worker: Worker, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the whole values, in memory of their own. Collective."""
-    found = worker.tensors(names=tensors.keys())
+    found = worker.state.tensors(names=tensors.keys())
     for name, value in found.items():
         device = worker.device if worker.ownership.whole else torch.device("cpu")
         own = (

@@ -224,7 +224,7 @@ class Sites:
         step = last + int(joined.elapsed * (due - last)) if joined.number < self._steps.count else self._steps.steps
         if step > self._worker.steps_done:
             self._say(f"the other sites are further: going on after step {step} with their weights")
-            self._worker.steps_done = step
+            self._worker.state.steps_done = step
 
     def _finish(self) -> None:
         def finish() -> None:
@@ -256,25 +256,25 @@ class Sites:
         found = []
         for number in fragments:
             fragment = self._fragments[number]
-            values = self._worker.updated(fragment.names)
+            values = self._worker.state.updated(fragment.names)
             if self._ranks.rank == 0:
                 found.append(fragment.row(values))
         return found
 
     def _take(self, fragments: Sequence[int], part: float) -> None:
         """Let all ranks go ``part`` of the way from their weights to the global ones."""
-        with self._worker.lent():
+        with self._worker.state.lent():
             for number in fragments:
                 fragment = self._fragments[number]
                 row = torch.empty(fragment.size) if self._speaker is None else self._speaker.given[number].clone()
                 self._communicator.control.broadcast(row, 0)
                 values = fragment.values(row)
                 if part < 1:
-                    own = self._worker.updated(fragment.names)
+                    own = self._worker.state.updated(fragment.names)
                     values = {
                         n: torch.lerp(own[n].to("cpu", torch.float32), value, part) for n, value in values.items()
                     }
-                self._worker.put(values)
+                self._worker.state.put(values)
 
     def _count(self) -> None:
         """Sum up what the steps since have counted; those that were skipped have earned nothing."""

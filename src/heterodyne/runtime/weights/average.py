@@ -30,7 +30,7 @@ class WeightAverage:
     as this rank has it. So no rank asks another before the average is read.
 
     Args:
-        masters, ownership, shards: see `WorkerState`.
+        masters, ownership, shards: see `ModelState`.
         decay: the part of the average that an update keeps, from 0 to 1.
     """
 

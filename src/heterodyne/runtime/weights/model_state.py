@@ -29,12 +29,12 @@ from heterodyne.runtime.weights.whole_state import (
     share_whole_state,
 )
 
-__all__ = ["WorkerState"]
+__all__ = ["ModelState"]
 
 _OPTIONS, _UPDATED = "optimizer_options", "updated"
 
 
-class WorkerState:
+class ModelState:
     """The state of one rank: ``model`` as a state dict, ``optimizer`` by parameter name.
 
     Args:
