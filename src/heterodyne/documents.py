@@ -118,19 +118,23 @@ def _override(at: Location, overrides: Mapping[Location, str], lines: Mapping[Lo
 
 
 def _by_place(faults: Iterable[Any], content: object) -> list[Any]:
-    """Return one fault for each value that fits no branch of a union, with the words that it may be instead, and all others."""
+    """Return the faults, for a value that fits no branch of a union those of the branch that it nearly fits, with the words that it may be
+    instead."""
     found: dict[Location, list[Any]] = {}
     for fault in faults:
         place = _without_branches(fault, content)
         found.setdefault(place, []).append({**fault, "loc": place})
     merged = []
-    for of_value in found.values():
-        words = [fault["ctx"]["expected"] for fault in of_value if fault["type"] == "literal_error"]
+    for value, of_value in found.items():
+        literals = [fault for fault in of_value if fault["type"] == "literal_error"]
         others = [fault for fault in of_value if fault["type"] != "literal_error"]
-        if words and others:
-            merged.append({**others[0], "msg": f"{others[0]['msg']}, or {' or '.join(words)}"})
+        inside = any(len(place) > len(value) and place[: len(value)] == value for place in found)
+        others = [fault for fault in others if not fault["type"].endswith("_type")] or ([] if inside else others)
+        if literals and others:
+            words = " or ".join(fault["ctx"]["expected"] for fault in literals)
+            merged.append({**others[0], "msg": f"{others[0]['msg']}, or {words}"})
         else:
-            merged += of_value
+            merged += others or literals
     return merged
 
 

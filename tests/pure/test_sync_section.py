@@ -44,7 +44,9 @@ def test_the_defaults_are_those_of_diloco(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "more", "says"),
     [
-        (9, "    every: 0\n", "greater than or equal to 1"),
+        (9, "    every: 0\n", "every: Input should be greater than or equal to 1"),
+        (9, "    every: x\n", "every: Input should be a valid integer, unable to parse string as an integer"),
+        (9, "    every: {north: 0, south: 3}\n", "every.north: Input should be greater than or equal to 1"),
         (9, "    every: -3\n", "greater than or equal to 1"),
         (9, "    every: {north: 10}\n", "south is missing"),
         (9, "    every: {north: 10, south: 5, east: 2}\n", "no site 'east' in shares, which has north, south"),
@@ -67,6 +69,7 @@ def test_what_cannot_be_is_refused_with_its_line(tmp_path: Path, line: int, more
     with pytest.raises(JobError) as caught:
         job(tmp_path, more)
     assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert caught.value.line == line
 
 
