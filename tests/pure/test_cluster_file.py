@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from heterodyne.cluster import Cluster, Device, Link
 from heterodyne.cluster.file import load_cluster
 from heterodyne.cluster.file_values import CATALOG_LINK_LATENCY_S
+from heterodyne.cluster.fleet_file import load_fleet
 from heterodyne.cluster.written import cluster_from_json, cluster_to_json, cluster_to_yaml
 from heterodyne.errors import ClusterError
 
@@ -208,9 +209,14 @@ def test_writing_down_loses_nothing(tmp_path_factory: pytest.TempPathFactory, cl
     assert cluster_from_json(cluster_to_json(cluster)) == cluster
 
 
-def test_json_holds_a_cluster_that_no_file_describes() -> None:
+def test_json_holds_a_cluster_that_no_file_describes(tmp_path: Path) -> None:
     odd = Cluster(name="odd", devices=(Device(id="a", kind="cpu", node="n", memory_bytes=2**30),))
-    assert cluster_from_json(cluster_to_json(odd)) == odd
+    path = tmp_path / "cluster.json"
+    path.write_text(cluster_to_json(odd))
+    assert load_cluster(path) == odd
+    assert load_fleet(path).devices == 1
+    with pytest.raises(ClusterError, match=r"other\.json: cannot be read"):
+        load_cluster(tmp_path / "other.json")
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Literal
 
 from heterodyne.api.workers import command_of, run_workers, workers_here
-from heterodyne.cluster.written import cluster_from_json
+from heterodyne.cluster.written import read_cluster
 from heterodyne.errors import HeterodyneError, OutOfMemoryError
 from heterodyne.plan.plan import Plan
 from heterodyne.processes import OUT_OF_MEMORY, shell_status, to_standard_error
 from heterodyne.run_directory import RUNS, RunDirectory
 from heterodyne.runtime.records.shortages import Shortage, note_shortage, read_shortages
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
-from heterodyne.text_files import read_text
 
 __all__ = ["KernelKills", "Training", "train_here"]
 
@@ -160,7 +159,7 @@ class KernelKills:
 
     def _note(self, rank: int) -> bool:
         """Return whether it was known what the plan asked of this rank's device."""
-        plan, device = Plan.load(self._run.plan), cluster_from_json(read_text(self._run.cluster)).devices[rank].id
+        plan, device = Plan.load(self._run.plan), read_cluster(self._run.cluster).devices[rank].id
         predicted = 0 if plan.predicted is None else plan.predicted.memory_bytes.get(device, 0)
         if not predicted:
             return False

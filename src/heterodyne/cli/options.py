@@ -17,7 +17,11 @@ __all__ = ["ClusterOption", "JobArgument", "PlanOption", "ProfileOption", "SetOp
 JobArgument = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job: model, data, training, optimizer, ...")]
 ClusterOption = Annotated[
     Path | None,
-    typer.Option("--cluster", metavar="FILE", help="cluster.yaml; without it, the devices of this machine."),
+    typer.Option(
+        "--cluster",
+        metavar="FILE",
+        help="cluster.yaml, or cluster.json of a run; without it, the devices of this machine.",
+    ),
 ]
 PlanOption = Annotated[
     Path | None,

@@ -24,16 +24,19 @@ from heterodyne.cluster.file_values import CATALOG_LINK_LATENCY_S
 from heterodyne.cluster.fleet_cluster import cluster_of
 from heterodyne.cluster.fleet_file import load_fleet
 from heterodyne.cluster.spec import Cluster, Link
+from heterodyne.cluster.written import read_cluster
 from heterodyne.errors import ClusterError
 
 __all__ = ["catalog_link", "load_cluster"]
 
 
 def load_cluster(path: Path | str) -> Cluster:
-    """Return the cluster that a YAML file of at most 4,096 devices describes.
+    """Return the cluster that a YAML file of at most 4,096 devices describes, or that a run has written down (``cluster.json``).
 
     Raises ClusterError with the line of what is wrong and the remedy.
     """
+    if Path(path).suffix == ".json":
+        return read_cluster(Path(path))
     fleet = load_fleet(Path(path))
     try:
         return cluster_of(fleet)

@@ -31,9 +31,11 @@ from pathlib import Path
 
 from heterodyne.cluster.file_values import CATALOG_LINK_LATENCY_S, DevicesEntry, LinkValues
 from heterodyne.cluster.fleet import Fleet, Pool, Wire, listed
+from heterodyne.cluster.fleet_cluster import fleet_of
 from heterodyne.cluster.fleet_kinds import Kinds
 from heterodyne.cluster.fleet_links import FleetLinks, Place
 from heterodyne.cluster.fleet_schema import LEVELS, FileSection, NodeSection, PlaceSection
+from heterodyne.cluster.written import read_cluster
 from heterodyne.documents import Location, read_yaml, validate
 from heterodyne.errors import ClusterError
 
@@ -44,7 +46,12 @@ MOST_POOLS = 4_096
 
 
 def load_fleet(path: Path) -> Fleet:
-    """The fleet that a YAML file describes. Raises ClusterError with the line of what is wrong and the remedy."""
+    """Return the fleet that a YAML file describes, or that of a cluster which a run has written down (``cluster.json``).
+
+    Raises ClusterError with the line of what is wrong and the remedy.
+    """
+    if path.suffix == ".json":
+        return fleet_of(read_cluster(path))
     content, lines = read_yaml(path, ClusterError)
     if not isinstance(content, dict):
         raise ClusterError(

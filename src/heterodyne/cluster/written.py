@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import yaml
 
 from heterodyne.cluster.spec import Cluster, Link
 from heterodyne.errors import ClusterError
 from heterodyne.json_files import checked, parse_json
+from heterodyne.text_files import read_text
 
-__all__ = ["cluster_from_json", "cluster_to_json", "cluster_to_yaml"]
+__all__ = ["cluster_from_json", "cluster_to_json", "cluster_to_yaml", "read_cluster"]
 
 CLUSTER_VERSION = 1
 
@@ -31,6 +33,15 @@ def cluster_from_json(text: str, *, path: str | None = None) -> Cluster:
         return checked(Cluster, content)
     except (ValueError, TypeError) as error:
         raise ClusterError(f"not a cluster as it was saved ({error})", path=path) from error
+
+
+def read_cluster(path: Path) -> Cluster:
+    """Return the cluster that a run has written down. Raises ClusterError."""
+    try:
+        return cluster_from_json(read_text(path), path=str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ClusterError(f"cannot be read: {reason}", path=str(path)) from error
 
 
 def cluster_to_yaml(cluster: Cluster) -> str:
