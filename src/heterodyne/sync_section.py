@@ -101,8 +101,6 @@ class SyncSection(Section):
                 f"a delay of {self.delay} steps, and the next outer step is due after {least // self.fragments}: one is done before the "
                 "next is begun, so give a shorter delay, fewer fragments or a longer `every`"
             )
-        if self.nesterov and not self.momentum and "nesterov" in self.model_fields_set:
-            raise ValueError("nesterov: true goes with a momentum above 0")
         return self
 
     @property
@@ -159,6 +157,10 @@ class OuterSteps:
     def due(self, number: int) -> int:
         """Return after how many steps of the site one is due; 0 for what is before the first."""
         return min(self.steps, (number + 1) * self.every // self.fragments)
+
+    def is_last(self, number: int) -> bool:
+        """Return whether no later one is of the same fragment."""
+        return number >= self.count - self.fragments
 
     def fragment(self, number: int) -> int:
         """Return the fragment of an outer step."""

@@ -57,7 +57,7 @@ def job(place: Place, name: str, *, steps: int, sync: str, grace_s: float = 60) 
     """A job file whose sites meet at a port that is free."""
     with reserve_port() as port:
         (place.path / name).write_text(JOB.format(steps=steps, port=port, sync=sync, grace_s=grace_s))
-    yield name
+        yield name
 
 
 def start(crowd: Crowd, place: Place, ranks: int, *arguments: str, **variables: str) -> list[Worker]:
@@ -153,6 +153,20 @@ def test_a_site_that_is_killed_is_done_without_and_comes_back(place: Place) -> N
     merged = outer_steps(place, "stays")
     alone = [line["outer_step"] for line in merged if "south" not in line["sites"]]
     assert alone[-1] < merged[-1]["outer_step"], "it was merged again"
+    assert unlike(weights(place, "away"), weights(place, "stays")) == 0
+    with ExitStack() as stack:
+        north, south = (stack.enter_context(Crowd()) for _ in range(2))
+        longer = ("--resume", "--set", "training.steps=70")
+        sites = [
+            start(crowd, place, 1, name, "--site", site, "--run-dir", run, *longer)
+            for crowd, site, run in ((north, "north", "stays"), (south, "south", "away"))
+        ]
+        for site in sites:
+            ended(site)
+    for run in ("stays", "away"):
+        lines = [json.loads(line) for line in (place.path / run / "metrics.jsonl").read_text().splitlines()]
+        trained = [line["step"] for line in lines if "loss" in line and line["step"] > 60]
+        assert trained == list(range(61, 71)), "every step is trained where a run is extended"
     assert unlike(weights(place, "away"), weights(place, "stays")) == 0
 
 

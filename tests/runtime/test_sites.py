@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from heterodyne.errors import NumericsError, WorkerError
 from heterodyne.processes.port import reserve_port
 from heterodyne.runtime.sites.fragments import fragments_of
+from heterodyne.runtime.sites.frames import Message
 from heterodyne.runtime.sites.meeting import Meeting
 from heterodyne.runtime.sites.packing import packed, unpacked
 from heterodyne.runtime.sites.server import MeetingServer
@@ -30,21 +32,24 @@ TERMS = {"training.steps": 40}
 class Group:
     """Sites of one process, each with a speaker."""
 
-    def __init__(self, **sync: Any) -> None:
-        self.shares = {"a": 1, "b": 1}
-        self.fields = {"sites": "outer", "shares": self.shares, "at": "a:1", "every": 10, "fragments": 2, **sync}
+    def __init__(self, weights: Sequence[Tensor] = WEIGHTS, **sync: Any) -> None:
+        self.fields = {"sites": "outer", "shares": {"a": 1, "b": 1}, "at": "a:1", "every": 10, **sync}
+        self.fields.setdefault("fragments", len(weights))
+        self.shares = self.fields["shares"]
+        self.weights = weights
         self.said: list[str] = []
-        self.fragments = fragments_of({"w": (4,), "v": (2,)}, 2)
+        self.fragments = fragments_of({f"w{n}": tuple(row.shape) for n, row in enumerate(weights)}, len(weights))
         self.meeting = self.made()
         self.speakers = {name: self.speaker(name) for name in self.shares}
 
     def made(self) -> Meeting:
-        steps = OuterSteps(every=10, fragments=2, steps=40)
-        return Meeting(SyncSection.model_validate(self.fields), WEIGHTS, steps=steps, terms=TERMS, say=self.said.append)
+        sync = SyncSection.model_validate(self.fields)
+        steps = OuterSteps(every=10, fragments=sync.fragments, steps=40)
+        return Meeting(sync, self.weights, steps=steps, terms=TERMS, say=self.said.append)
 
     def speaker(self, name: str, terms: dict[str, Any] = TERMS) -> Speaker:
         sync = SyncSection.model_validate({**self.fields, "site": name})
-        return Speaker(sync, self.fragments, WEIGHTS, AtHome(self.meeting), terms=terms, say=self.said.append)
+        return Speaker(sync, self.fragments, self.weights, AtHome(self.meeting), terms=terms, say=self.said.append)
 
     def together(self, *does: Any) -> list[Any]:
         found: list[Any] = [None] * len(does)
@@ -56,7 +61,7 @@ class Group:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         return found
 
     def join(self, *names: str, number: int = 0) -> list[Joined]:
@@ -75,6 +80,11 @@ class Group:
 
 
 PLAIN = {"lr": 1.0, "momentum": 0.0}
+SECRET = b"what both sites know of this test"
+
+
+def opened(group: Group, port: int, said: Callable[[str], None] = lambda _: None) -> MeetingServer:
+    return MeetingServer(group.meeting, ("127.0.0.1", port), secret=SECRET, say=said)
 
 
 @pytest.mark.tour("runtime/sites/")
@@ -90,15 +100,9 @@ def test_the_outer_average_is_weighted_by_what_each_site_has_counted() -> None:
 
 
 def test_the_outer_optimizer_is_torchs_sgd() -> None:
-    group = Group(fragments=1, lr=0.7, momentum=0.9)
-    group.fragments = fragments_of({"w": (4,)}, 1)
-    weights = [WEIGHTS[0]]
-    steps = OuterSteps(every=10, fragments=1, steps=40)
-    group.meeting = Meeting(SyncSection.model_validate(group.fields), weights, steps=steps, terms=TERMS)
-    speakers = {name: group.speaker(name) for name in group.shares}
-    for speaker in speakers.values():
-        speaker.given = weights
-    group.together(*(lambda each=each: each.join(0, weights) for each in speakers.values()))
+    group = Group(WEIGHTS[:1], lr=0.7, momentum=0.9)
+    speakers = group.speakers
+    group.together(*(lambda each=each: each.join(0, WEIGHTS[:1]) for each in speakers.values()))
     judged = torch.nn.Parameter(WEIGHTS[0].clone())
     sgd = torch.optim.SGD([judged], lr=0.7, momentum=0.9, nesterov=True)
     generator = torch.Generator().manual_seed(0)
@@ -131,17 +135,131 @@ def test_who_does_not_come_is_done_without_and_brings_later_what_it_has_earned()
     assert came == [Merged(2, {"a": 10, "b": 30})] * 2
 
 
-def test_work_that_the_others_have_already_is_not_taken_twice() -> None:
-    group = Group(**PLAIN)
-    group.join("a", "b")
+class One(Group):
+    """Sites with one fragment of two numbers that begin at zero; what a site does moves each by -1 for each count."""
+
+    def __init__(self, **sync: Any) -> None:
+        super().__init__((torch.zeros(2),), **PLAIN, **sync)
+
+    def bring(self, name: str, number: int, counted: float, moved: float) -> Callable[[], Any]:
+        """Bring so much more of counts, having moved so far from the global weights."""
+        speaker = self.speakers[name]
+
+        def bring() -> Any:
+            speaker.count(counted)
+            speaker.begin(number, 0, speaker.given[0] - moved)
+            return speaker.end()
+
+        return bring
+
+    def enter(self, name: str, number: int, moved: float = 0.0) -> Callable[[], Joined]:
+        return lambda: self.speakers[name].join(number, [self.speakers[name].given[0] - moved])
+
+    def back(self, name: str, state: dict[str, Any]) -> None:
+        """Another process of a site, from a checkpoint."""
+        self.speakers[name] = self.speaker(name)
+        self.speakers[name].load_state_dict(state)
+
+    def first_is_back(self, meeting: dict[str, Any], speaker: dict[str, Any]) -> None:
+        self.meeting = self.made()
+        self.meeting.load_state_dict(meeting)
+        self.back("a", speaker)
+        self.speakers["b"].way = AtHome(self.meeting)
+
+    def at(self) -> float:
+        (value,) = set(self.meeting.state_dict()["global"][0]["exact"].tolist())
+        return float(value)
+
+
+def test_what_the_first_site_does_again_from_its_checkpoint_counts_once() -> None:
+    group = One()
+    group.together(group.enter("a", 0), group.enter("b", 0))
+    group.speakers["a"].count(5)
+    kept = group.meeting.state_dict(), group.speakers["a"].state_dict()
+    group.together(group.bring("a", 0, 5, 10.0), group.bring("b", 0, 10, 10.0))
+    group.first_is_back(*kept)
+    group.together(group.enter("a", 0, 5.0), group.enter("b", 1))
+    assert group.at() == -10
+    came = group.together(group.bring("a", 1, 10, 10.0), group.bring("b", 1, 10, 10.0))
+    assert came == [Merged(1, {"a": 10, "b": 10})] * 2
+    assert group.at() == -20
+
+
+def test_what_waited_in_an_older_checkpoint_and_is_in_the_weights_counts_once() -> None:
+    group = One()
+    group.together(group.enter("a", 0), group.enter("b", 0))
+    group.speakers["b"].count(10)
+    group.speakers["b"].begin(0, 0, torch.full((2,), -10.0))
+    while not group.meeting.state_dict()["earned"][0]:
+        time.sleep(0.01)
+    kept = group.meeting.state_dict(), group.speakers["a"].state_dict()
+    group.together(group.bring("a", 0, 10, 2.0), group.speakers["b"].end)
+    assert group.at() == -6
+    group.first_is_back(*kept)
+    group.together(group.enter("a", 0), group.enter("b", 1))
+    assert (
+        group.together(group.bring("a", 1, 10, 0.0), group.bring("b", 1, 10, 0.0))
+        == [Merged(1, {"a": 10, "b": 10})] * 2
+    )
+    assert group.at() == -6
+
+
+def test_where_an_answer_is_lost_all_that_the_site_does_counts_once() -> None:
+    group = One()
+    group.together(group.enter("a", 0), group.enter("b", 0))
+
+    class Lossy(AtHome):
+        def ask(self, message: Message, *, within_s: float) -> Message:
+            super().ask(message, within_s=within_s)
+            raise ConnectionResetError("lost")
+
+    group.speakers["b"].way = Lossy(group.meeting)
+    _, lost = group.together(group.bring("a", 0, 10, 10.0), group.bring("b", 0, 10, 10.0))
+    assert isinstance(lost, OSError)
+    assert group.at() == -10
+    group.speakers["b"].way = AtHome(group.meeting)
+    assert group.bring("b", 1, 10, 30.0)() is None, "the others know of more than this site knows that they know"
+    group.speakers["b"].join(1, [torch.full((2,), -30.0)])
+    came = group.together(group.bring("a", 1, 20, 20.0), group.bring("b", 1, 0, 0.0))
+    assert came == [Merged(1, {"a": 20, "b": 10})] * 2
+    assert group.at() == pytest.approx(-30)
+
+
+def test_a_site_that_is_killed_in_an_outer_step_and_back_before_its_end_loses_nothing() -> None:
+    group = One()
+    group.together(group.enter("a", 0), group.enter("b", 0))
+    group.speakers["b"].count(5)
     kept = group.speakers["b"].state_dict()
-    group.step(0, {"a": (10, WEIGHTS[0] - 1), "b": (10, WEIGHTS[0] - 1)})
-    again = group.speaker("b")
-    again.load_state_dict({**kept, "counted": 10.0})
-    again.join(1, [WEIGHTS[0] - 1, WEIGHTS[1]])
-    assert torch.equal(again.given[0], WEIGHTS[0] - 1)
-    assert any("of which they have a part already" in line for line in group.said)
-    assert [len(pool) for pool in group.meeting.state_dict()["earned"]] == [0, 1], "of the other fragment it is new"
+    group.speakers["b"].count(5)
+    group.speakers["b"].begin(0, 0, torch.full((2,), -10.0))
+    while not group.meeting.state_dict()["earned"][0]:
+        time.sleep(0.01)
+    group.back("b", kept)
+    group.enter("b", 0, 5.0)()
+    came = group.together(group.bring("a", 0, 10, 10.0), group.bring("b", 0, 10, 10.0))
+    assert came == [Merged(0, {"a": 10, "b": 20})] * 2
+
+
+def test_a_site_that_was_faster_alone_goes_on_where_the_others_are() -> None:
+    group = One()
+    group.together(group.enter("a", 0), group.enter("b", 0))
+    group.together(group.bring("a", 0, 10, 10.0), group.bring("b", 0, 10, 10.0))
+    group.speakers["b"].count(80)
+    assert group.enter("b", 9, 80.0)().number == 1
+    came = group.together(group.bring("a", 1, 20, 20.0), group.bring("b", 1, 0, 0.0))
+    assert came == [Merged(1, {"a": 20, "b": 80})] * 2
+
+
+def test_more_sites_meet_than_strangers_are_heard_at_a_time() -> None:
+    group = One(shares={f"s{number}": 1 for number in range(80)}, start_s=60.0, grace_s=60.0)
+    with reserve_port() as port:
+        for place, name in enumerate(list(group.shares)[1:], 1):
+            group.speakers[name].way = Over(("127.0.0.1", port), secret=SECRET, place=place)
+    with closing(opened(group, port)):
+        joined = group.together(*(group.enter(name, 0) for name in group.shares))
+        assert joined == [Joined(0, 0.0)] * 80
+        came = group.together(*(group.bring(name, 0, 1, 1.0) for name in group.shares))
+    assert came == [Merged(0, dict.fromkeys(group.shares, 1.0))] * 80
 
 
 def test_a_meeting_from_an_older_checkpoint_takes_the_newest_weights_of_the_sites() -> None:
@@ -191,13 +309,6 @@ def test_weights_that_are_not_finite_are_not_brought() -> None:
     group.join("a", "b")
     with pytest.raises(NumericsError, match="are not finite"):
         group.speakers["a"].begin(0, 0, torch.full((4,), math.nan))
-
-
-SECRET = b"what both sites know of this test"
-
-
-def opened(group: Group, port: int, said: Callable[[str], None] = lambda _: None) -> MeetingServer:
-    return MeetingServer(group.meeting, ("127.0.0.1", port), secret=SECRET, say=said)
 
 
 def test_over_a_connection_it_is_the_same_and_a_cut_one_costs_nothing_that_was_earned() -> None:

@@ -291,16 +291,13 @@ def _train(
 
 def _sites(session: Session, worker: Worker, whole: Job) -> Sites | None:
     """The other sites of a job, if it has some."""
-    sync = whole.training.sync
-    if sync is None:
+    if whole.training.sync is None:
         return None
     return Sites(
         worker,
         session.communicator,
         session.agreement,
-        sync,
-        steps=whole.training.steps,
-        batch=whole.training.global_batch_size,
+        whole,
         secret=(given_secret(os.environ) or secret_of_user()).encode(),
         say=session.say,
         phase=session.phase,

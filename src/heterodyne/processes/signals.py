@@ -87,6 +87,11 @@ def stop_requests() -> Iterator[StopRequest]:
         _before.clear()
 
 
+def is_stop_requested() -> bool:
+    """Return whether a signal has asked this process to stop, in a block in which that is noted."""
+    return any(request.number is not None for request in _open)
+
+
 @contextmanager
 def orderly_stop(words: str, most_s: float, say: Callable[[str], None]) -> Iterator[StopRequest]:
     """As `stop_requests`, for work that is ended in good order: after a signal it is said every few seconds what is finished first, a

@@ -173,6 +173,7 @@ class Engine:
             self._say(INEXACT)
         if self._sites is not None:
             self._sites.begin()
+            self._note_outer(self._sites)
 
     def step(self, read: Callable[[], Batch], stop: StopRequest | None = None) -> StepResult:
         """Train on the batch that ``read`` gives. With ``stop`` the ranks ask each other whether to stop after it: see `stopping`.
@@ -193,7 +194,7 @@ class Engine:
             require_alike([of for _, of in of_all], self.done)
         # Asked before the step and answered after it: to ask and wait in one would make fast ranks wait for slow updates.
         self._stopping = (lambda: False) if stop is None else self._ranks.ask(lambda: stop.number is not None)
-        result = self._worker.step(batch)
+        result = self._worker.step(batch) if self._sites is None else self._sites.step(batch)
         seconds = time.perf_counter() - started_s
         self.longest_s = max(seconds, self.longest_s or 0.0)
         self._mark()

@@ -129,9 +129,12 @@ class Trainer:
 
     def train(self) -> Outcome:
         """Do the steps that are left. Raises CheckpointError, DataError or WorkerError; what was written before stays readable."""
+        began = self._engine.done
         self._engine.begin()
         try:
             with orderly_stop("the beginning of training", _FIRST_STEP_S, self._say_first) as stop:
+                if began < self._engine.done == self._job.training.steps:  # where other sites are
+                    self._validate()
                 interrupted = self._loop(stop)
                 stop.begin("the last checkpoint", _CHECKPOINT_S)
                 if self._saved != self._engine.done:

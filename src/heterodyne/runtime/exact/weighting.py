@@ -23,7 +23,11 @@ from heterodyne.loss_count import LossCount
 from heterodyne.runtime.comm.process_group import ProcessGroup
 from heterodyne.runtime.slices import BatchSource
 
-__all__ = ["Weights", "known_loss", "part_statistics", "sum_of_parts", "weighted_sum"]
+__all__ = ["NothingCountsError", "Weights", "known_loss", "part_statistics", "sum_of_parts", "weighted_sum"]
+
+
+class NothingCountsError(DataError):
+    """No sample of a global batch has a label that the loss counts."""
 
 
 class Weights:
@@ -60,9 +64,9 @@ class Weights:
             self._pending = process_group.all_reduce(self._sum)
 
     def require_some(self) -> None:
-        """Raises DataError if nothing in the whole batch counts: one device would divide by zero."""
+        """Raises NothingCountsError if nothing in the whole batch counts: one device would divide by zero."""
         if not self.is_defined:
-            raise DataError(
+            raise NothingCountsError(
                 "no sample of the global batch has a label that the loss counts, so its mean does not exist: "
                 "leave such batches out, or make the global batch larger"
             )

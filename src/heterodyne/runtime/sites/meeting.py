@@ -3,6 +3,10 @@
 An outer step is done once all sites that are there have come to it, or `grace_s` seconds after the first has. Who has not come by then is
 not waited for any more, until it joins again. What a site has earned while it was away is not lost: its pseudo-gradient since the last
 global weights that it had goes into the next outer step of each fragment, with the weight of all that its losses have counted since.
+
+Whatever is lost on the way, or done again from a checkpoint, counts once: a site counts what its losses have counted in all, and with each
+fragment of the global weights goes an account, how far they have each site's count. A pseudo-gradient tells between which two counts it
+was earned.
 """
 
 from __future__ import annotations
@@ -12,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import gt
 from typing import Any
 
 import torch
@@ -31,15 +34,16 @@ class ClosedError(ConnectionError):
 
 @dataclass(frozen=True)
 class _Earned:
-    """What a site brings: its pseudo-gradient from a version of a fragment on, and what its losses have counted since. ``visit``: see
-    `_Member`; what is brought once more from the same version in the same visit has all that was brought before.
-    """
+    """What a site brings: the pseudo-gradient of what it did while its losses counted from ``since`` to ``until``."""
 
     site: str
-    version: int
-    visit: str
-    weight: float
+    since: float
+    until: float
     gradient: Tensor
+
+    @property
+    def weight(self) -> float:
+        return self.until - self.since
 
 
 @dataclass(frozen=True)
@@ -50,20 +54,20 @@ class _Global:
         exact: what the outer SGD updates.
         told: what the sites have: with fewer than 32 bits a step behind ``exact`` by what rounding leaves out, which goes into the next.
         momentum: of the outer SGD.
-        version: the outer steps that were done when it was made; 0: it is as training begins.
+        version: of how many outer steps of the fragment it is.
+        account: up to which count it has the work of each site; of those that are not there it has none.
     """
 
     exact: Tensor
     told: Tensor
     momentum: Tensor
     version: int = 0
+    account: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
 class _Member:
-    """A site. ``visit``: of its joining, which begins a new count of what it earns; ``had``: the version of each fragment that it was given
-    last.
-    """
+    """A site. ``visit``: of its joining, another one for each process; ``had``: the version of each fragment that it was given last."""
 
     visit: str = ""
     there: bool = False
@@ -94,16 +98,20 @@ class Meeting:
         self._members = {name: _Member(had=[-1] * len(weights)) for name in sync.shares}
         self._pools: list[list[_Earned]] = [[] for _ in weights]
         self._number = 0  # of the outer step that comes next
-        self._came: dict[str, float] = {}  # to that one: what each brought
+        self._came: set[str] = set()  # the sites that have brought their part of it
         self._first_s: float | None = None  # when the first of them came
-        self._done: dict[
-            int, tuple[dict[str, float], bytes]
-        ] = {}  # of each fragment: who took part last, and its update
+        self._done: dict[int, tuple[int, dict[str, float], bytes]] = {}
+        """Of each fragment the number of its last outer step, who took part in it, and its update."""
         self._begun = False
         self._joining_s: float | None = None
         self._last_s, self._took_s = time.monotonic(), 0.0
         self._closed = False
         self._changed = threading.Condition()
+
+    @property
+    def sites(self) -> int:
+        """Return how many can come."""
+        return len(self._members)
 
     def answer(self, message: Message) -> Message:
         """Return what a site is told; blocks until it can be. Raises ClosedError."""
@@ -112,7 +120,7 @@ class Meeting:
             if refused is not None:
                 return Message({"refused": refused})
             try:
-                return self._join(message) if message.head["what"] == "join" else self._outer_step(message)
+                return {"ask": self._ask, "join": self._join, "step": self._outer_step}[message.head["what"]](message)
             finally:
                 self._changed.notify_all()
 
@@ -135,7 +143,6 @@ class Meeting:
         """Return what `load_state_dict` takes. From any thread; tensors are never changed in place."""
         with self._changed:
             return {
-                "number": self._number,
                 "members": {name: {"visit": m.visit, "had": list(m.had)} for name, m in self._members.items()},
                 "global": [dict(vars(each)) for each in self._global],
                 "earned": [[dict(vars(each)) for each in pool] for pool in self._pools],
@@ -144,7 +151,6 @@ class Meeting:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         with self._changed:
-            self._number = int(state["number"])
             self._global = [_Global(**each) for each in state["global"]]
             self._pools = [[_Earned(**each) for each in pool] for pool in state["earned"]]
             for name, member in state["members"].items():
@@ -155,44 +161,55 @@ class Meeting:
         site = head["site"]
         if site not in self._members:
             return f"there is no site {site!r}: training.sync.shares of site {self._sync.keeper} has {', '.join(self._members)}"
-        if head["what"] != "join":
+        if head["what"] == "join":
+            return None
+        if head["what"] == "step":
             if self._members[site].there and self._members[site].visit != head["visit"]:
                 return f"another process has joined as site {site} since: end one of them, or give each its own --site"
             return None
-        unlike = [name for name, value in self._terms.items() if head["terms"].get(name) != value]
-        if unlike:
-            name = unlike[0]
-            return (
-                f"{name} is {head['terms'].get(name)} at site {site}, and {self._terms[name]} at site {self._sync.keeper}: give all sites "
-                "the same job"
-            )
+        for name, value in self._terms.items():
+            if unlike := first_unlike(name, value, head["terms"].get(name)):
+                what, here, there = unlike
+                return f"{what} is {there} at site {site}, and {here} at site {self._sync.keeper}: give all sites the same job"
         return None
+
+    def _ask(self, message: Message) -> Message:
+        """Tell a site what is here, so that it brings what is not."""
+        site = message.head["site"]
+        return Message(
+            {
+                "versions": [each.version for each in self._global],
+                "known": [self._known(fragment, site) for fragment in range(len(self._global))],
+            }
+        )
 
     def _join(self, message: Message) -> Message:
         """Take what a site has earned, and give it all global weights. At the beginning all sites wait for each other here."""
-        head, member = message.head, self._members[message.head["site"]]
-        lacking = [f for f, version in enumerate(head["versions"]) if version > self._global[f].version]
-        rows = iter(message.rows)
-        if lacking and not head["globals"]:
-            # This end has come back from an older checkpoint: what the site was told is newer.
-            return Message({"lacking": lacking})
-        for fragment in head["globals"]:
-            version, row = head["versions"][fragment], next(rows)
-            told = unpacked(row, self._global[fragment].told.numel(), 32)
+        head, site = message.head, message.head["site"]
+        member, rows = self._members[site], iter(message.rows)
+        for fragment in head[
+            "globals"
+        ]:  # this end has come back from an older checkpoint, and the site was told newer ones
+            version, told = head["versions"][fragment], unpacked(next(rows), self._global[fragment].told.numel(), 32)
             if version > self._global[fragment].version:
-                self._global[fragment] = replace(self._global[fragment], exact=told, told=told, version=version)
-        if any(map(gt, head["versions"], member.had)):
-            # The site knows of later versions than are remembered here to have been given to it.
-            member.had, member.visit = list(map(max, head["versions"], member.had)), head["visit"]
+                account = head["accounts"][fragment]
+                of = replace(self._global[fragment], exact=told, told=told, version=version, account=account)
+                self._global[fragment] = of
+                pool = self._pools[fragment]
+                self._pools[fragment] = [each for each in pool if each.since >= account.get(each.site, 0.0)]
         for fragment in head["earned"]:  # in the order of the rows
-            self._take(head, fragment, head["versions"][fragment], head["weights"][fragment], next(rows))
+            since, until, row = head["since"][fragment], head["until"][fragment], next(rows)
+            if since >= self._known(fragment, site):
+                self._take(fragment, site, since, until, row)
         member.visit = visit = secrets.token_hex(8)
-        if head["number"] > self._number:
-            self._go_on_to(head["number"])
         member.there = True
+        self._came.discard(site)  # a process of it that is gone
+        if not self._came:
+            self._first_s = None
         self._joining_s = self._joining_s or time.monotonic()
+        self._changed.notify_all()
         if not self._begun:
-            self._changed.notify_all()
+            self._number = max(self._number, head["number"])
             self._wait(
                 lambda: self._begun or all(each.there for each in self._members.values()),
                 self._joining_s + self._sync.start_s,
@@ -200,14 +217,16 @@ class Meeting:
             if not self._begun:
                 self._begun, self._last_s = True, time.monotonic()
                 self._say_absent("training begins without")
-        elif head["site"] != self._sync.keeper:
-            self._say(f"site {head['site']} has joined")
+        elif site != self._sync.keeper:
+            self._say(f"site {site} has joined")
         member.had = [each.version for each in self._global]
         return Message(
             {
                 "number": self._number,
                 "visit": visit,
                 "versions": member.had,
+                "accounts": [dict(each.account) for each in self._global],
+                "known": [self._known(fragment, site) for fragment in range(len(self._global))],
                 "elapsed": min(1.0, (time.monotonic() - self._last_s) / self._took_s) if self._took_s else 0.0,
             },
             [packed(each.told, 32) for each in self._global],
@@ -218,12 +237,10 @@ class Meeting:
         site, number = head["site"], head["number"]
         fragment = self._steps.fragment(number)
         before = self._global[fragment].version
-        if not member.there or number < self._number or head["version"] != member.had[fragment]:
+        if not member.there or number != self._number or head["since"] != self._known(fragment, site):
             return Message({"behind": True})
-        if number > self._number:
-            self._go_on_to(number)
-        self._take(head, fragment, head["version"], head["weight"], message.rows[0])
-        self._came[site] = head["weight"]
+        self._take(fragment, site, head["since"], head["until"], message.rows[0])
+        self._came.add(site)
         self._first_s = self._first_s or time.monotonic()
         self._changed.notify_all()
         until = self._first_s + self._sync.grace_s
@@ -231,40 +248,41 @@ class Meeting:
         def complete() -> bool:
             return all(name in self._came for name, each in self._members.items() if each.there)
 
-        self._wait(lambda: self._number > number or complete(), until)
-        if self._number <= number:
+        self._wait(lambda: self._number > number or member.visit != head["visit"] or complete(), until)
+        if member.visit != head["visit"]:
+            return Message({"behind": True})  # to a process that is gone
+        if self._number == number:
             self._do()
-        if self._global[fragment].version != number + 1:
+        done, took_part, update = self._done.get(fragment, (-1, {}, b""))
+        if done != number:
             return Message({"behind": True})  # others have gone on while this one waited for its turn to speak
-        took_part, update = self._done[fragment]
+        now = self._global[fragment]
         whole = self._sync.bits == 32 or head["version"] != before
-        row = packed(self._global[fragment].told, 32) if whole else update
-        return Message({"number": number, "whole": whole, "weights": took_part}, [row])
+        return Message(
+            {
+                "number": number,
+                "whole": whole,
+                "weights": took_part,
+                "version": now.version,
+                "account": dict(now.account),
+            },
+            [packed(now.told, 32) if whole else update],
+        )
 
-    def _take(self, head: Mapping[str, Any], fragment: int, version: int, weight: float, row: bytes) -> None:
-        """Put what a site has earned into the next outer step of a fragment, unless the global weights have a part of it already."""
-        member, source = self._members[head["site"]], (head["site"], version, head["visit"])
-        others = [each for each in self._pools[fragment] if (each.site, each.version, each.visit) != source]
-        known = (version, head["visit"]) == (member.had[fragment], member.visit)
-        if not known and len(others) == len(self._pools[fragment]):
-            self._say(
-                f"site {head['site']} comes with work on older global weights than it was given last, of which they have a part already: "
-                "it is left out"
-            )
-            return
+    def _known(self, fragment: int, site: str) -> float:
+        """Return up to which count the work of a site is here, in the global weights or for the next outer step."""
+        waiting = (each.until for each in self._pools[fragment] if each.site == site)
+        return max(self._global[fragment].account.get(site, 0.0), max(waiting, default=0.0))
+
+    def _take(self, fragment: int, site: str, since: float, until: float, row: bytes) -> None:
+        """Keep what a site has earned for the next outer step of a fragment."""
         gradient = unpacked(row, self._global[fragment].told.numel(), self._sync.bits)
-        self._pools[fragment] = [*others, _Earned(*source, weight, gradient)]
-
-    def _go_on_to(self, number: int) -> None:
-        if self._came:
-            self._do()
-        self._number = max(self._number, number)
+        self._pools[fragment].append(_Earned(site, since, until, gradient))
 
     def _do(self) -> None:
         """Do the outer step that is next, with what there is."""
         fragment, now = self._steps.fragment(self._number), time.monotonic()
         pool = sorted(self._pools[fragment], key=lambda each: each.site)
-        self._pools[fragment] = []
         of = self._global[fragment]
         total = sum(each.weight for each in pool)
         exact, momentum = of.exact, of.momentum
@@ -284,18 +302,20 @@ class Meeting:
             for name in self._members
             if any(each.site == name for each in pool)
         }
-        self._done[fragment] = took_part, update
-        self._global[fragment] = _Global(exact, told, momentum, self._number + 1)
+        self._done[fragment] = self._number, took_part, update
+        account = {**of.account, **{each.site: self._known(fragment, each.site) for each in pool}}
+        self._pools[fragment] = []
+        self._global[fragment] = _Global(exact, told, momentum, of.version + 1, account)
         for name, member in self._members.items():
             if name in self._came:
-                member.had[fragment] = self._number + 1
+                member.had[fragment] = of.version + 1
             elif member.there:
                 member.there = False
                 self._say(
                     f"site {name} did not come within {self._sync.grace_s:g} s: outer step {self._number + 1} is done without it"
                 )
         self._number += 1
-        self._came, self._first_s = {}, None
+        self._came, self._first_s = set(), None
         self._took_s, self._last_s = now - self._last_s, now
         self._changed.notify_all()
 
@@ -309,3 +329,11 @@ class Meeting:
         absent = [name for name, member in self._members.items() if not member.there]
         if absent:
             self._say(f"{words} {', '.join(absent)}, which did not come within {self._sync.start_s:g} s")
+
+
+def first_unlike(name: str, here: Any, there: Any) -> tuple[str, Any, Any] | None:
+    """Return the name of what two sites have otherwise, or of the first entry of it, and what each has; None if it is alike."""
+    if isinstance(here, Mapping) and isinstance(there, Mapping):
+        key = next((key for key in (*here, *there) if here.get(key) != there.get(key)), None)
+        return None if key is None else (f"{name} {key}", here.get(key, "missing"), there.get(key, "missing"))
+    return None if here == there else (name, here, there)

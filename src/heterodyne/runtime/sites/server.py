@@ -18,7 +18,7 @@ from heterodyne.runtime.sites.meeting import Meeting
 __all__ = ["MeetingServer"]
 
 _HANDSHAKE_S = 5.0
-_MOST = 64  # connections at a time
+_STRANGERS = 64  # that are named, and connections at a time besides two of each site
 _SENT_S = 60.0
 
 
@@ -40,7 +40,8 @@ class MeetingServer(Listener):
         self._idle = threading.Event()
         self._idle.set()
         self.came = self.went = 0
-        self._threads = ThreadPoolExecutor(_MOST, "heterodyne-meeting")
+        self._most = 2 * meeting.sites + _STRANGERS
+        self._threads = ThreadPoolExecutor(self._most, "heterodyne-meeting")
         host, port = address
         try:
             bound = listening_socket(host, port, one_machine=False, say=lambda _: None)
@@ -60,7 +61,7 @@ class MeetingServer(Listener):
         self._threads.shutdown(wait=False)
 
     async def _served(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._open >= _MOST:
+        if self._open >= self._most:
             return
         self._open += 1
         self._idle.clear()
@@ -88,7 +89,7 @@ class MeetingServer(Listener):
     def _name(self, writer: asyncio.StreamWriter) -> None:
         peer = writer.get_extra_info("peername")
         host = "an unknown host" if peer is None else str(peer[0])
-        if host not in self._strangers and len(self._strangers) < _MOST:
+        if host not in self._strangers and len(self._strangers) < _STRANGERS:
             self._strangers.add(host)
             self._say(
                 f"a connection from {host} did not show the secret of this run, and was closed; so will others be"

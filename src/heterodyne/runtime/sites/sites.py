@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,13 +13,16 @@ from torch import Tensor
 
 from heterodyne.errors import JobError
 from heterodyne.graph.ir import ModelGraph
+from heterodyne.job import Job
 from heterodyne.runtime.comm.agreement import Agreement
 from heterodyne.runtime.comm.communicator import Communicator
+from heterodyne.runtime.exact.weighting import NothingCountsError
 from heterodyne.runtime.records.metrics import OuterStep
 from heterodyne.runtime.sites.fragments import fragments_of
 from heterodyne.runtime.sites.meeting import Meeting
 from heterodyne.runtime.sites.server import MeetingServer
 from heterodyne.runtime.sites.speaker import AtHome, Joined, Merged, Over, Speaker
+from heterodyne.runtime.slices import GlobalBatchLike
 from heterodyne.runtime.step_result import StepResult
 from heterodyne.runtime.weights.trainable import trainable_parameters
 from heterodyne.runtime.worker import Worker
@@ -28,6 +31,8 @@ from heterodyne.sync_section import OF_ANY_RUN, SyncSection
 __all__ = ["Sites", "require_apart"]
 
 _LONGEST_S = 1800.0  # of bringing the largest models over slow links, besides waiting for others
+_ALIKE = ("steps", "global_batch_size", "seed", "clip_grad_norm")
+"""What of the training decides the losses and is no matter of a site's own devices."""
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -55,9 +60,7 @@ class Sites:
 
     Args:
         worker: this rank's.
-        sync: with `site`.
-        steps: of the whole job, ``training.steps``.
-        batch: samples of its global batch.
+        job: of all sites, with ``training.sync.site``.
         secret: of all sites.
         say: takes lines for people, from rank 0.
         phase: entered, with words and seconds, around what takes long and is no step.
@@ -68,14 +71,14 @@ class Sites:
         worker: Worker,
         communicator: Communicator,
         agreement: Agreement,
-        sync: SyncSection,
+        job: Job,
         *,
-        steps: int,
-        batch: int,
         secret: bytes,
         say: Callable[[str], None],
         phase: Callable[[str, float], AbstractContextManager[Any]],
     ) -> None:
+        sync, steps = job.training.sync, job.training.steps
+        assert sync is not None
         assert sync.site is not None
         self._worker, self._communicator, self._ranks = worker, communicator, agreement
         self._sync, self._secret, self._say, self._phase = sync, secret, say, phase
@@ -88,13 +91,12 @@ class Sites:
         shapes = {name: tuple(worker.ownership.shapes[name]) for name in trained}
         self._fragments = fragments_of(shapes, sync.fragments)
         self._terms = {
-            "the table of trained parameters": hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:16],
-            "training.steps": steps,
-            "training.global_batch_size": batch,
-            **{
-                f"training.sync.{name}": value
-                for name, value in sync.model_dump(mode="json").items()
-                if name not in ("site", *OF_ANY_RUN)
+            "the shape of trained parameter": {name: list(shape) for name, shape in shapes.items()},
+            "training": job.training.model_dump(mode="json", include={*_ALIKE}),
+            "optimizer": job.optimizer.model_dump(mode="json"),
+            "training.sync": {
+                **sync.model_dump(mode="json", exclude={"site", *OF_ANY_RUN}),
+                "shares": [list(share) for share in sync.shares.items()],  # whose order is that of the samples
             },
         }
         self._number = 0  # of the outer step that comes next
@@ -123,21 +125,39 @@ class Sites:
         )
         if self._number < self._steps.count:
             self._join(first=True)
+            self._do_due()
+
+    def step(self, batch: GlobalBatchLike) -> StepResult:
+        """Train on this site's share of a global batch. Where nothing in it counts, others may have what counts: the step is skipped."""
+        try:
+            return self._worker.step(batch)
+        except NothingCountsError:
+            number = self._worker.steps_done
+            self._worker.state.steps_done = number + 1
+            rate = float(self._worker.optimizer.param_groups[0]["lr"])
+            words = "no sample of this site's share of the global batch has a label that the loss counts"
+            return StepResult(step=number, told=math.nan, lr=rate, samples=0, count=0.0, seconds=0.0, found=words)
 
     def after(self, result: StepResult) -> None:
         """Do what is due after a step."""
         if self._ranks.rank == 0:
             self._results.append(result)
-        done = self._worker.steps_done
-        if self._due is not None and done >= min(self._due, self._steps.steps):
+        self._do_due()
+
+    def _do_due(self) -> None:
+        """Take part in the outer steps that are due."""
+        steps = self._steps.steps
+        if self._due is not None and self._worker.steps_done >= min(self._due, steps):
             self._end()
-        while self._due is None and self._number < self._steps.count and self._steps.due(self._number) <= done:
+        while self._due is None and self._number < self._steps.count and self._is_due(self._number):
             self._bring()
-            if not self._sync.delay or done >= self._steps.steps:
+            if not self._sync.delay or self._worker.steps_done >= steps:
                 self._end()
-                done = self._worker.steps_done
-        if done >= self._steps.steps:
+        if self._worker.steps_done >= steps:
             self._finish()
+
+    def _is_due(self, number: int) -> bool:
+        return self._steps.due(number) <= self._worker.steps_done
 
     def settle(self) -> None:
         """Wait for the outer step that is under way, so that what was brought to it and what is kept in a checkpoint go together."""
@@ -189,8 +209,7 @@ class Sites:
             came = self._ranks.on_rank0(lambda: None if self._speaker is None else self._speaker.end())
         fragment = self._steps.fragment(self._number)
         if isinstance(came, Merged):
-            last = self._worker.steps_done >= self._steps.steps
-            self._take([fragment], 1.0 if last else self._sync.taken_over)
+            self._take([fragment], 1.0 if self._steps.is_last(self._number) else self._sync.taken_over)
             self._note(came, fragment, time.monotonic() - started_s)
             self._number += 1
         elif came is None:
@@ -206,10 +225,8 @@ class Sites:
                 self._open(rows)
             assert self._speaker is not None
             self._count()
-            if first:
-                return self._speaker.join_at_last(self._number, rows)
             try:
-                return self._speaker.join(self._number, rows)
+                return (self._speaker.join_at_last if first else self._speaker.join)(self._number, rows)
             except (EOFError, OSError):
                 return None
 
@@ -219,11 +236,14 @@ class Sites:
             self._number += 1
             return
         self._take(range(len(self._fragments)), 1.0)
-        self._number = joined.number
+        done, before, self._number = self._worker.steps_done, self._number, joined.number
         last, due = self._steps.due(joined.number - 1), self._steps.due(joined.number)
-        step = last + int(joined.elapsed * (due - last)) if joined.number < self._steps.count else self._steps.steps
-        if step > self._worker.steps_done:
-            self._say(f"the other sites are further: going on after step {step} with their weights")
+        step = min(last + int(joined.elapsed * (due - last)), max(last, due - 1))  # what is due next was not done yet
+        if joined.number == before:
+            step = max(step, done)
+        if step != done:
+            where = "further" if step > done else "not so far yet"
+            self._say(f"the other sites are {where}: going on after step {step} with their weights")
             self._worker.state.steps_done = step
 
     def _finish(self) -> None:
