@@ -69,6 +69,10 @@ KNOWN: dict[str, tuple[LossFunction, Loss]] = {
         lambda n, z, y, m: F.cross_entropy(flat(z), y.clamp(min=0).view(-1), ignore_index=0),
         TOKENS,
     ),
+    "terms that are added to a zero of the type of an activation": (
+        lambda n, z, y, m: z.new_zeros(()) + z.pow(2).mean() + F.cross_entropy(z.transpose(1, 2), y),
+        TERMS,
+    ),
     "class weights": (lambda n, z, y, m: F.cross_entropy(flat(z), y.view(-1), weight=n.weights), TOKENS),
     "class weights, label smoothing and an ignored label that is no class": (
         lambda n, z, y, m: F.cross_entropy(

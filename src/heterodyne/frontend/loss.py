@@ -364,6 +364,10 @@ class LossWalk:
         return f"{line}\n" if line else ""
 
 
+_FILLS = {"new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like"}
+"""Of their first operand these read no value."""
+
+
 def _from_batch(traced: Traced) -> set[fx.Node]:
     """All nodes whose values depend on the samples, or whose shape does: ``ones(batch, 5)`` sums up to more in a larger batch."""
     inputs = {node for node, role in traced.roles.items() if role.kind == "input"}
@@ -382,7 +386,9 @@ def _descendants(traced: Traced, nodes: set[fx.Node]) -> set[fx.Node]:
     found = set(nodes)
     for node in traced.graph.nodes:
         # The size of a tensor is known without its values.
-        if node not in found and tensors_of(node) and any(source in found for source in node.all_input_nodes):
+        like = node.args[0] if operator_name(node) in _FILLS else None
+        sources = [source for source in node.all_input_nodes if source is not like]
+        if node not in found and tensors_of(node) and any(source in found for source in sources):
             found.add(node)
             found.update(changed for changed in mutates(node))
     return found
