@@ -134,10 +134,13 @@ def looked_at(world: World, name: str, kind: str, graph: ModelGraph) -> tuple[di
     wanted = hooked(*made(name))
     _, batch, trainer = started(world, name, kind, graph)
     errors, refused = {}, {}
-    paths = [
-        path for path in wanted if not path.endswith("experts.act_fn")
-    ]  # which sees rows in the order of the experts
+    inner = [path for path in wanted if path.endswith("experts.act_fn")]  # which see rows in the order of the experts
+    paths = [path for path in wanted if path not in inner]
     with trainer:
+        for path in inner:
+            with pytest.raises(PlanError, match=rf"'{path}' is inside of routed experts, .*: ask for '{path[:-7]}'"):
+                trainer.activations(path, batch)
+            assert path not in trainer.activations(f"{path[:-19]}.*", batch)
         while True:
             try:
                 found = trainer.activations(paths, batch)

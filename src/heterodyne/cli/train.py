@@ -37,7 +37,8 @@ def command(
 
     Build, capture, measure, plan and train; on one machine a worker a device is started. A run that is out of memory goes on under
     another plan (training.on_out_of_memory). Ctrl-C ends the step and writes a
-    checkpoint (a second one ends at once); with --resume the run goes on from its newest one, bit for bit as if never stopped.
+    checkpoint (a second one ends at once); with --resume the run goes on from its newest one, bit for bit as if never stopped (a site: from
+    where the others are).
     """
     # Read before torch is loaded and workers are started, so that a mistake in a file is reported at once.
     if replan and (not resume or plan is not None):

@@ -58,22 +58,34 @@ class Inside:
 
     def matching(self, patterns: Sequence[str]) -> dict[str, str]:
         """Return by the name that is asked for the path of each module, in the order of the model; of a module with several names the first
-        that matches. Containers, which are never called, match no ``*``.
+        that matches. Containers, which are never called, and what is inside of routed experts match no ``*``.
 
-        Raises HeterodyneError for a pattern that matches none.
+        Raises HeterodyneError for a pattern that matches none, PlanError for one that matches nothing but what is inside of routed experts.
         """
         every = [(name, part) for name, part in self._model.named_modules(remove_duplicate=False) if name]
         first: dict[nn.Module, str] = {}
         for name, part in every:
             first.setdefault(part, name)
+        root, ops = self._worker.module, self._worker.lowered(training=None).graph.ops
+        inner = {
+            part: first[mixture]
+            for mixture in (root.get_submodule(op.module) for op in ops if op.kind == "experts")
+            for part in mixture.modules()
+            if part is not mixture
+        }
         found: dict[str, str] = {}
         for pattern in patterns:
             some = any(letter in pattern for letter in "*?[")
-            matched = {
-                name: first[part]
-                for name, part in every
-                if fnmatchcase(name, pattern) and not (some and _is_container(part))
+            fits = {
+                name: part for name, part in every if fnmatchcase(name, pattern) and not (some and _is_container(part))
             }
+            matched = {name: first[part] for name, part in fits.items() if part not in inner}
+            if fits and not matched:
+                name, part = next(iter(fits.items()))
+                raise PlanError(
+                    f"{name!r} is inside of routed experts, which a plan computes as one, in whatever order of the tokens: ask for "
+                    f"{inner[part]!r}"
+                )
             if not matched:
                 near = difflib.get_close_matches(pattern, [name for name, _ in every], n=3, cutoff=0.4)
                 told = f"; the nearest are {', '.join(map(repr, near))}" if near else ""
