@@ -185,7 +185,7 @@ def _refuse(traced: Traced, tail: set[fx.Node], from_inputs: set[fx.Node], cause
     """Raises where the tail holds what every replica would have to do for the whole batch, or differently."""
     random = set(random_ops(traced))
     matrices = _matrices(traced)
-    for node in tail:
+    for node in (node for node in traced.graph.nodes if node in tail):  # in one order in each run
         if node.name in random or any(n not in tail for n in mutates(node)) or is_batch_norm(node):
             raise cause
         if any(n in matrices for n in node.all_input_nodes) and any(n in from_inputs for n in node.all_input_nodes):
