@@ -187,9 +187,8 @@ class Meeting:
         """Take what a site has earned, and give it all global weights. At the beginning all sites wait for each other here."""
         head, site = message.head, message.head["site"]
         member, rows = self._members[site], iter(message.rows)
-        for fragment in head[
-            "globals"
-        ]:  # this end has come back from an older checkpoint, and the site was told newer ones
+        # This end may have come back from an older checkpoint than what the site was told.
+        for fragment in head["globals"]:
             version, told = head["versions"][fragment], unpacked(next(rows), self._global[fragment].told.numel(), 32)
             if version > self._global[fragment].version:
                 account = head["accounts"][fragment]

@@ -266,11 +266,11 @@ class Speaker:
         try:
             answer = self._waited(asked)
         except (EOFError, OSError) as error:
-            if not self.way.told:
-                del self._brought[fragment][until]
             if is_stop_requested():
                 self._say("stopping: what this site has earned since the last outer step is brought when it is resumed")
                 return OSError(_why(error))
+            if not self.way.told:
+                del self._brought[fragment][until]
             self._unheard += 1
             if self._unheard == 1:
                 self._say(
