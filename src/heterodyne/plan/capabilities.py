@@ -163,8 +163,8 @@ def _coupled(able: Capabilities) -> str | None:
     graph = able.graph
     if graph.loss.reduction != "coupled":
         return None
-    output = graph.output and graph.op_by_name.get(graph.output.name)
-    line = f" ({output.source})" if output and output.source else ""
+    source = "" if graph.together_from is None else graph.ops[graph.together_from].source
+    line = f" ({source})" if source else ""
     return f"samples see each other in the loss of this model{line}"
 
 

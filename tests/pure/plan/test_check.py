@@ -243,7 +243,7 @@ def test_batch_statistics_need_one_number_of_micro_batches() -> None:
 
 
 def test_a_loss_that_compares_samples_is_named_with_its_line() -> None:
-    compared = replace(MODEL, loss=Loss(reduction="coupled"), output=Ref(MODEL.ops[-1].name))
+    compared = replace(MODEL, loss=Loss(reduction="coupled"), together_from=len(MODEL.ops) - 1)
     plan = valid_plan(compared, MACHINES, [MicroBatches((4, 4)), MicroBatches((2,)), None])
     (sentence,) = violations(plan, compared, MACHINES)
     assert "before all its forwards, and samples see each other in the loss of this model (model.py:1)" in sentence
