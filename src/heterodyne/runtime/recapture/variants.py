@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from heterodyne.errors import HeterodyneError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.loss_count import LossCount
+from heterodyne.module_outputs import OutputHook
 from heterodyne.plan.lower import lower_again
 from heterodyne.runtime.assignment import Assignment
 from heterodyne.runtime.batch_work import BatchWork
@@ -361,7 +362,9 @@ class Variants:
         return f"Evaluate the whole model (with trainer.whole_weights() as model: model.eval(); model(...)){_OR_WHOLE}"
 
     def _captured(self, state: State, changes: Sequence[Change], remedy: str) -> Variant:
-        words = "; ".join(map(str, changes[:_MOST_NAMES])) + (" ..." if len(changes) > _MOST_NAMES else "")
+        said = [str(change) for change in changes if OutputHook.__name__ not in f"{change.before} {change.after}"]
+        said += ["other modules of the model are looked into"] if len(said) < len(changes) else []
+        words = "; ".join(said[:_MOST_NAMES]) + (" ..." if len(said) > _MOST_NAMES else "")
         if any(_OF_ALL_MODULES in change.name for change in changes):
             raise PlanError(
                 f"{words}: a hook of all modules is called with copies where a graph is captured. Register it on the modules that it is "
