@@ -270,7 +270,7 @@ def _train(
         reporter=reporter,
         ideal_samples_per_s=ideal,
         phase=session.phase,
-        sites=_sites(session, worker, whole),
+        sites=_sites(session, worker, whole, data),
     )
     if found is not None:
         with told_while_building(session, prepared):
@@ -289,7 +289,7 @@ def _train(
     return outcome
 
 
-def _sites(session: Session, worker: Worker, whole: Job) -> Sites | None:
+def _sites(session: Session, worker: Worker, whole: Job, data: DataSource) -> Sites | None:
     """The other sites of a job, if it has some."""
     if whole.training.sync is None:
         return None
@@ -298,6 +298,7 @@ def _sites(session: Session, worker: Worker, whole: Job) -> Sites | None:
         session.communicator,
         session.agreement,
         whole,
+        data.identity,
         secret=(given_secret(os.environ) or secret_of_user()).encode(),
         say=session.say,
         phase=session.phase,

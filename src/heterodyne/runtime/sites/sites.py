@@ -26,13 +26,13 @@ from heterodyne.runtime.slices import GlobalBatchLike
 from heterodyne.runtime.step_result import StepResult
 from heterodyne.runtime.weights.trainable import trainable_parameters
 from heterodyne.runtime.worker import Worker
-from heterodyne.sync_section import OF_ANY_RUN, SyncSection
+from heterodyne.sync_section import SyncSection
 
 __all__ = ["Sites", "require_apart"]
 
 _LONGEST_S = 1800.0  # of bringing the largest models over slow links, besides waiting for others
-_ALIKE = ("steps", "global_batch_size", "seed", "clip_grad_norm")
-"""What of the training decides the losses and is no matter of a site's own devices."""
+_OWN = ("precision", "tf32", "sync")
+"""What of the training is a matter of a site's own devices, or compared by itself."""
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -61,6 +61,7 @@ class Sites:
     Args:
         worker: this rank's.
         job: of all sites, with ``training.sync.site``.
+        data: what identifies it.
         secret: of all sites.
         say: takes lines for people, from rank 0.
         phase: entered, with words and seconds, around what takes long and is no step.
@@ -72,6 +73,7 @@ class Sites:
         communicator: Communicator,
         agreement: Agreement,
         job: Job,
+        data: Mapping[str, str | int],
         *,
         secret: bytes,
         say: Callable[[str], None],
@@ -90,12 +92,16 @@ class Sites:
             raise JobError(f"training.sync: {wide} is {trained[wide].dtype}, and sites exchange weights in fp32")
         shapes = {name: tuple(worker.ownership.shapes[name]) for name in trained}
         self._fragments = fragments_of(shapes, sync.fragments)
+        decisive = job.decisive
+        training = {name: value for name, value in decisive["training"].items() if name not in _OWN}
         self._terms = {
             "the shape of trained parameter": {name: list(shape) for name, shape in shapes.items()},
-            "training": job.training.model_dump(mode="json", include={*_ALIKE}),
-            "optimizer": job.optimizer.model_dump(mode="json"),
+            "the argument of the model": decisive["model"].get("arguments"),
+            "of the data": dict(data),
+            "training": {**training, "steps": steps},
+            "optimizer": decisive["optimizer"],
             "training.sync": {
-                **sync.model_dump(mode="json", exclude={"site", *OF_ANY_RUN}),
+                **{name: value for name, value in decisive["training"]["sync"].items() if name != "site"},
                 "shares": [list(share) for share in sync.shares.items()],  # whose order is that of the samples
             },
         }
