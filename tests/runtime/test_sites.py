@@ -7,21 +7,25 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from heterodyne.errors import NumericsError, WorkerError
+from heterodyne.job import Job
 from heterodyne.processes.port import reserve_port
 from heterodyne.runtime.sites.fragments import fragments_of
 from heterodyne.runtime.sites.frames import Message
 from heterodyne.runtime.sites.meeting import Meeting
 from heterodyne.runtime.sites.packing import packed, unpacked
 from heterodyne.runtime.sites.server import MeetingServer
+from heterodyne.runtime.sites.sites import terms_of
 from heterodyne.runtime.sites.speaker import AtHome, Joined, Merged, Over, Speaker
 from heterodyne.sync_section import OuterSteps, SyncSection
 
@@ -302,6 +306,59 @@ def test_another_job_and_a_second_process_of_a_site_are_refused() -> None:
     group.speakers["b"].begin(0, 0, WEIGHTS[0])
     with pytest.raises(WorkerError, match="another process has joined as site b"):
         group.speakers["b"].end()
+
+
+JOB = """
+model: {factory: m.py:build, arguments: {width: 8}}
+data: {text: text.txt}
+training:
+  global_batch_size: 8
+  sync: {sites: outer, shares: {a: 5, b: 3}, at: "10.0.0.1:29600", momentum: 0}
+"""
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("training.seed", 1),
+        ("training.clip_grad_norm", 2),
+        ("optimizer.lr", 0.5),
+        ("training.sync.every", 7),
+        ("training.sync.shares", "{b: 3, a: 5}"),
+        ("model.arguments", "{width: 9}"),
+    ],
+)
+def test_what_decides_the_losses_is_compared_between_sites(tmp_path: Path, field: str, value: object) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    own, other = (
+        terms_of(Job.load(path, ("training.sync.site=b", *more)), {"seed": 0}, {"w": (4,)})
+        for more in ((), (f"{field}={value}",))
+    )
+    assert [name for name in own if own[name] != other[name]] == [
+        {"model.arguments": "model.arguments.width"}.get(field, field)
+    ]
+
+
+def test_what_is_a_matter_of_a_site_is_not_compared(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    own, other = (
+        terms_of(Job.load(path, more), {"seed": 0}, {"w": (4,)})
+        for more in (
+            ("training.sync.site=a",),
+            ("training.sync.site=b", "training.precision=bf16", "training.sync.at=b:1"),
+        )
+    )
+    assert own == other
+
+
+def test_the_job_of_a_run_with_sites_can_be_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    job = Job.load(path)
+    path.write_text(yaml.safe_dump(job.model_dump(mode="json", by_alias=True)))
+    assert Job.load(path) == job
 
 
 def test_weights_that_are_not_finite_are_not_brought() -> None:

@@ -71,7 +71,7 @@ class Inside:
             part: first[mixture]
             for mixture in (root.get_submodule(op.module) for op in ops if op.kind == "experts")
             for part in mixture.modules()
-            if part is not mixture
+            if mixture in first and part is not mixture
         }
         found: dict[str, str] = {}
         for pattern in patterns:
@@ -83,8 +83,8 @@ class Inside:
             if fits and not matched:
                 name, part = next(iter(fits.items()))
                 raise PlanError(
-                    f"{name!r} is inside of routed experts, which a plan computes as one, in whatever order of the tokens: ask for "
-                    f"{inner[part]!r}"
+                    f"{name!r} is inside of routed experts, which a plan computes as one operation, with the tokens in another order: ask "
+                    f"for {inner[part]!r}"
                 )
             if not matched:
                 near = difflib.get_close_matches(pattern, [name for name, _ in every], n=3, cutoff=0.4)

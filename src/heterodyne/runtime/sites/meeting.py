@@ -4,9 +4,9 @@ An outer step is done once all sites that are there have come to it, or `grace_s
 not waited for any more, until it joins again. What a site has earned while it was away is not lost: its pseudo-gradient since the last
 global weights that it had goes into the next outer step of each fragment, with the weight of all that its losses have counted since.
 
-Whatever is lost on the way, or done again from a checkpoint, counts once: a site counts what its losses have counted in all, and with each
-fragment of the global weights goes an account, how far they have each site's count. A pseudo-gradient tells between which two counts it
-was earned.
+What is lost on the way, or done again from a checkpoint, counts once. Each site sums up what its losses have counted since training began,
+and sends a pseudo-gradient with that sum at its beginning and at its end. Each fragment of the global weights has an account: by site, the
+sum up to which they contain its work. What begins before that sum is contained already.
 """
 
 from __future__ import annotations
@@ -167,10 +167,11 @@ class Meeting:
             if self._members[site].there and self._members[site].visit != head["visit"]:
                 return f"another process has joined as site {site} since: end one of them, or give each its own --site"
             return None
-        for name, value in self._terms.items():
-            if unlike := first_unlike(name, value, head["terms"].get(name)):
-                what, here, there = unlike
-                return f"{what} is {there} at site {site}, and {here} at site {self._sync.keeper}: give all sites the same job"
+        theirs = head["terms"]
+        for name in (*self._terms, *theirs):
+            own, other = self._terms.get(name, "missing"), theirs.get(name, "missing")
+            if own != other:
+                return f"{name} is {other} at site {site}, and {own} at site {self._sync.keeper}: give all sites the same job"
         return None
 
     def _ask(self, message: Message) -> Message:
@@ -187,7 +188,7 @@ class Meeting:
         """Take what a site has earned, and give it all global weights. At the beginning all sites wait for each other here."""
         head, site = message.head, message.head["site"]
         member, rows = self._members[site], iter(message.rows)
-        # This end may have come back from an older checkpoint than what the site was told.
+        # The first site may have been resumed from a checkpoint older than the global weights that this site has.
         for fragment in head["globals"]:
             version, told = head["versions"][fragment], unpacked(next(rows), self._global[fragment].told.numel(), 32)
             if version > self._global[fragment].version:
@@ -328,11 +329,3 @@ class Meeting:
         absent = [name for name, member in self._members.items() if not member.there]
         if absent:
             self._say(f"{words} {', '.join(absent)}, which did not come within {self._sync.start_s:g} s")
-
-
-def first_unlike(name: str, here: Any, there: Any) -> tuple[str, Any, Any] | None:
-    """Return the name of what two sites have otherwise, or of the first entry of it, and what each has; None if it is alike."""
-    if isinstance(here, Mapping) and isinstance(there, Mapping):
-        key = next((key for key in (*here, *there) if here.get(key) != there.get(key)), None)
-        return None if key is None else (f"{name} {key}", here.get(key, "missing"), there.get(key, "missing"))
-    return None if here == there else (name, here, there)

@@ -28,11 +28,11 @@ from heterodyne.runtime.weights.trainable import trainable_parameters
 from heterodyne.runtime.worker import Worker
 from heterodyne.sync_section import SyncSection
 
-__all__ = ["Sites", "require_apart"]
+__all__ = ["Sites", "require_apart", "terms_of"]
 
 _LONGEST_S = 1800.0  # of bringing the largest models over slow links, besides waiting for others
-_OWN = ("precision", "tf32", "sync")
-"""What of the training is a matter of a site's own devices, or compared by itself."""
+_OWN = ("training.precision", "training.tf32", "training.sync", "training.sync.site")
+"""Fields that may be others at each site; those of ``training.sync`` are compared one by one."""
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -53,6 +53,27 @@ def require_apart(graph: ModelGraph, sync: SyncSection) -> None:
         raise JobError(
             f"training.sync.fragments is {sync.fragments}, and the model trains {trained} parameters: give fewer"
         )
+
+
+def terms_of(job: Job, data: Mapping[str, str | int], shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    """Return by name what all sites must have alike: what decides the losses of a job, what identifies its ``data``, and the ``shapes`` of
+    the trained parameters.
+    """
+    decisive, sync = job.decisive, job.training.sync
+    assert sync is not None
+    sections = {
+        "training": {**decisive["training"], "steps": job.training.steps},
+        "training.sync": {
+            **decisive["training"]["sync"],
+            "shares": [list(share) for share in sync.shares.items()],  # in the order of the samples
+        },
+        "optimizer": decisive["optimizer"],
+        "model.arguments": decisive["model"].get("arguments", {}),
+        "data": data,
+    }
+    named = {f"{section}.{name}": value for section, of in sections.items() for name, value in of.items()}
+    parameters = {f"the shape of {name!r}": list(shape) for name, shape in shapes.items()}
+    return {name: value for name, value in (parameters | named).items() if name not in _OWN}
 
 
 class Sites:
@@ -92,19 +113,7 @@ class Sites:
             raise JobError(f"training.sync: {wide} is {trained[wide].dtype}, and sites exchange weights in fp32")
         shapes = {name: tuple(worker.ownership.shapes[name]) for name in trained}
         self._fragments = fragments_of(shapes, sync.fragments)
-        decisive = job.decisive
-        training = {name: value for name, value in decisive["training"].items() if name not in _OWN}
-        self._terms = {
-            "the shape of trained parameter": {name: list(shape) for name, shape in shapes.items()},
-            "the argument of the model": decisive["model"].get("arguments"),
-            "of the data": dict(data),
-            "training": {**training, "steps": steps},
-            "optimizer": decisive["optimizer"],
-            "training.sync": {
-                **{name: value for name, value in decisive["training"]["sync"].items() if name != "site"},
-                "shares": [list(share) for share in sync.shares.items()],  # whose order is that of the samples
-            },
-        }
+        self._terms = terms_of(job, data, shapes)
         self._number = 0  # of the outer step that comes next
         self._due: int | None = None  # when what was brought to the one under way is waited for, in steps
         self._results: list[StepResult] = []  # whose counts are not summed up yet
@@ -134,15 +143,18 @@ class Sites:
             self._do_due()
 
     def step(self, batch: GlobalBatchLike) -> StepResult:
-        """Train on this site's share of a global batch. Where nothing in it counts, others may have what counts: the step is skipped."""
+        """Train on this site's share of a global batch. Where nothing in it counts, others may have what counts, so no error is raised."""
         try:
             return self._worker.step(batch)
         except NothingCountsError:
             number = self._worker.steps_done
             self._worker.state.steps_done = number + 1
             rate = float(self._worker.optimizer.param_groups[0]["lr"])
-            words = "no sample of this site's share of the global batch has a label that the loss counts"
-            return StepResult(step=number, told=math.nan, lr=rate, samples=0, count=0.0, seconds=0.0, found=words)
+            self._say(
+                f"step {number + 1}: no sample of this site's share of the global batch has a label that the loss counts, so nothing is "
+                "updated here, and its loss is not a number"
+            )
+            return StepResult(step=number, told=math.nan, lr=rate, samples=0, count=0.0, seconds=0.0)
 
     def after(self, result: StepResult) -> None:
         """Do what is due after a step."""
@@ -155,15 +167,13 @@ class Sites:
         steps = self._steps.steps
         if self._due is not None and self._worker.steps_done >= min(self._due, steps):
             self._end()
-        while self._due is None and self._number < self._steps.count and self._is_due(self._number):
+        count, due = self._steps.count, self._steps.due
+        while self._due is None and self._number < count and due(self._number) <= self._worker.steps_done:
             self._bring()
             if not self._sync.delay or self._worker.steps_done >= steps:
                 self._end()
         if self._worker.steps_done >= steps:
             self._finish()
-
-    def _is_due(self, number: int) -> bool:
-        return self._steps.due(number) <= self._worker.steps_done
 
     def settle(self) -> None:
         """Wait for the outer step that is under way, so that what was brought to it and what is kept in a checkpoint go together."""

@@ -186,10 +186,11 @@ class Speaker:
                 given = self.given[f], self._left_out[f]
             elif known in self._brought[f]:  # that was heard, and only its answer was lost
                 given, since[f] = self._brought[f][known], known
-            elif known < self._until[f]:
-                self._say(f"of what site {site} brings the others have a part that it does not know: it is left out")
-                continue
             else:
+                if known < self._until[f]:
+                    self._say(
+                        f"of what site {site} brings the others have a part that it does not know: it is left out"
+                    )
                 continue
             if self._until[f] > since[f]:
                 brought[f] = self._gradient(f, row, *given)
@@ -224,14 +225,14 @@ class Speaker:
             try:
                 return self.join(number, rows)
             except (EOFError, OSError) as error:
+                if is_stop_requested():
+                    raise
                 where = "training.sync.at " + self._sync.at
-                if time.monotonic() > until and not is_stop_requested():
+                if time.monotonic() > until:
                     raise WorkerError(
                         f"site {self._sync.site} found nobody at {where} within {self._sync.start_s:g} s ({_why(error)}): start site "
                         f"{self._sync.keeper} there, and open that port"
                     ) from error
-                if is_stop_requested():
-                    raise
                 if not said:
                     self._say(f"waiting for site {self._sync.keeper} at {where} ({_why(error)})")
                     said = True
