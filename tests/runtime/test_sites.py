@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +21,13 @@ from torch import Tensor
 from heterodyne.errors import NumericsError, WorkerError
 from heterodyne.job import Job
 from heterodyne.processes.port import reserve_port
+from heterodyne.runtime.exact.weighting import NothingCountsError
 from heterodyne.runtime.sites.fragments import fragments_of
 from heterodyne.runtime.sites.frames import Message
 from heterodyne.runtime.sites.meeting import Meeting
 from heterodyne.runtime.sites.packing import packed, unpacked
 from heterodyne.runtime.sites.server import MeetingServer
-from heterodyne.runtime.sites.sites import terms_of
+from heterodyne.runtime.sites.sites import Sites, terms_of
 from heterodyne.runtime.sites.speaker import AtHome, Joined, Merged, Over, Speaker
 from heterodyne.sync_section import OuterSteps, SyncSection
 
@@ -338,6 +340,21 @@ def test_what_decides_the_losses_is_compared_between_sites(tmp_path: Path, field
     assert [name for name in own if own[name] != other[name]] == [
         {"model.arguments": "model.arguments.width"}.get(field, field)
     ]
+
+
+def test_a_share_in_which_nothing_counts_updates_nothing_and_is_no_fault() -> None:
+    def step(_: object) -> None:
+        raise NothingCountsError("no label")
+
+    said: list[str] = []
+    optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
+    worker = SimpleNamespace(step=step, steps_done=4, state=SimpleNamespace(steps_done=4), optimizer=optimizer)
+    of_site: Any = SimpleNamespace(_worker=worker, _say=said.append)
+    batch: Any = None
+    result = Sites.step(of_site, batch)
+    assert (result.step, result.count, result.fault, worker.state.steps_done) == (4, 0.0, None, 5)
+    assert math.isnan(result.loss)
+    assert "step 5: no sample of this site's share" in said[0]
 
 
 def test_what_is_a_matter_of_a_site_is_not_compared(tmp_path: Path) -> None:

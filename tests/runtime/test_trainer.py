@@ -156,7 +156,7 @@ def read(folder: Path) -> TextData:
 
 
 def trainer(
-    run: Path, data: TextData, *, job: Job, worker: Worker | None = None, notes: Notes | None = None
+    run: Path, data: TextData, *, job: Job, worker: Worker | None = None, notes: Notes | None = None, sites: Any = None
 ) -> Trainer:
     return Trainer(
         worker=worker or Worker(),  # type: ignore[arg-type]
@@ -167,6 +167,7 @@ def trainer(
         agreement=Agreement.of_all(),
         reporter=notes or Notes(),
         ideal_samples_per_s=1e9,
+        sites=sites,
     )
 
 
@@ -339,6 +340,18 @@ def test_another_job_or_other_text_is_refused_by_field(
 def test_other_ways_to_keep_and_report_are_no_other_job(data: TextData, undisturbed: tuple[Path, Outcome]) -> None:
     changed = job().model_copy(update={"checkpoint": job().checkpoint.model_copy(update={"every": 1})})
     assert trainer(undisturbed[0], data, job=changed).resume() == 8
+
+
+def test_a_site_that_joins_others_at_their_end_is_validated(tmp_path: Path, data: TextData) -> None:
+    worker, wanted = Worker(), job()
+
+    def begin() -> None:
+        worker.steps_done = wanted.training.steps
+
+    sites = SimpleNamespace(begin=begin, notes=list, settle=lambda: None, state_dict=dict, close=lambda: None)
+    outcome = trainer(tmp_path, data, job=wanted, worker=worker, sites=sites).train()
+    assert outcome.validation_loss is not None
+    assert [kind for _, kind, _ in losses(tmp_path)] == ["validation_loss"]
 
 
 def test_a_run_can_be_extended_and_validated_otherwise_but_not_with_another_schedule(

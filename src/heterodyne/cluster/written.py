@@ -32,7 +32,10 @@ def cluster_from_json(text: str, *, path: str | None = None) -> Cluster:
             raise ValueError(f"version {version!r} is not {CLUSTER_VERSION}")
         return checked(Cluster, content)
     except (ValueError, TypeError) as error:
-        raise ClusterError(f"not a cluster as it was saved ({error})", path=path) from error
+        raise ClusterError(
+            f"not a cluster as a run saves it ({error}): name the cluster.json of a run, or describe the devices in a .yaml file",
+            path=path,
+        ) from error
 
 
 def read_cluster(path: Path) -> Cluster:
