@@ -24,7 +24,7 @@ from heterodyne.cluster.file_values import CATALOG_LINK_LATENCY_S
 from heterodyne.cluster.fleet_cluster import cluster_of
 from heterodyne.cluster.fleet_file import load_fleet
 from heterodyne.cluster.spec import Cluster, Link
-from heterodyne.cluster.written import read_cluster
+from heterodyne.cluster.written import is_written, read_cluster
 from heterodyne.errors import ClusterError
 
 __all__ = ["catalog_link", "load_cluster"]
@@ -35,7 +35,7 @@ def load_cluster(path: Path | str) -> Cluster:
 
     Raises ClusterError with the line of what is wrong and the remedy.
     """
-    if Path(path).suffix == ".json":
+    if is_written(Path(path)):
         return read_cluster(Path(path))
     fleet = load_fleet(Path(path))
     try:

@@ -35,7 +35,7 @@ from heterodyne.cluster.fleet_cluster import fleet_of
 from heterodyne.cluster.fleet_kinds import Kinds
 from heterodyne.cluster.fleet_links import FleetLinks, Place
 from heterodyne.cluster.fleet_schema import LEVELS, FileSection, NodeSection, PlaceSection
-from heterodyne.cluster.written import read_cluster
+from heterodyne.cluster.written import is_written, read_cluster
 from heterodyne.documents import Location, read_yaml, validate
 from heterodyne.errors import ClusterError
 
@@ -50,7 +50,7 @@ def load_fleet(path: Path) -> Fleet:
 
     Raises ClusterError with the line of what is wrong and the remedy.
     """
-    if path.suffix == ".json":
+    if is_written(path):
         return fleet_of(read_cluster(path))
     content, lines = read_yaml(path, ClusterError)
     if not isinstance(content, dict):

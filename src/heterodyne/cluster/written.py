@@ -13,7 +13,7 @@ from heterodyne.errors import ClusterError
 from heterodyne.json_files import checked, parse_json
 from heterodyne.text_files import read_text
 
-__all__ = ["cluster_from_json", "cluster_to_json", "cluster_to_yaml", "read_cluster"]
+__all__ = ["cluster_from_json", "cluster_to_json", "cluster_to_yaml", "is_written", "read_cluster"]
 
 CLUSTER_VERSION = 1
 
@@ -36,6 +36,11 @@ def cluster_from_json(text: str, *, path: str | None = None) -> Cluster:
             f"not a cluster as a run saves it ({error}): name the cluster.json of a run, or describe the devices in a .yaml file",
             path=path,
         ) from error
+
+
+def is_written(path: Path) -> bool:
+    """Return whether a file is named as one that a run has written down, and not as one that a person writes."""
+    return path.suffix == ".json"
 
 
 def read_cluster(path: Path) -> Cluster:
