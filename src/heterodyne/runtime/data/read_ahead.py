@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import wait
@@ -85,11 +85,11 @@ class ReaderPool:
         """Begin again with the keys as they are now."""
         assert self._loader is not None
         before = set(multiprocessing.active_children())
-        handler = signal.getsignal(signal.SIGCHLD)
         collects = gc.isenabled()
         gc.disable()  # until `_begin` has set aside what a new process inherits
         try:
-            self._iterator = iter(self._loader)
+            with _handler_set_aside():
+                self._iterator = iter(self._loader)
         except Exception as error:  # whatever pickling the user's own objects raises
             raise DataError(
                 f"the processes that read ahead (workers) cannot be started: {describe_error(error)}. Where they are not forked, the "
@@ -98,15 +98,13 @@ class ReaderPool:
         finally:
             if collects:
                 gc.enable()
-            # torch's handler raises in the middle of whatever this rank does; `next` finds a dead process as well.
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGCHLD, handler)
         self._processes += [child for child in multiprocessing.active_children() if child not in before]
 
     def next(self) -> Any:
         """The next result. Raises DataError if a process has died."""
         try:
-            return next(self._iterator)
+            with _handler_set_aside():
+                return next(self._iterator)
         except (
             RuntimeError,
             OSError,
@@ -124,8 +122,7 @@ class ReaderPool:
         until = time.monotonic() + _SETTLE_S
         while not any(child.exitcode for child in self._processes):
             alive = [child.sentinel for child in self._processes if child.exitcode is None]
-            # Where the script has a DataLoader of its own, torch's handler of SIGCHLD raises RuntimeError here.
-            with suppress(RuntimeError):
+            with _handler_set_aside():
                 if not wait(alive, timeout=max(0.0, until - time.monotonic())):
                     break
         samples = dict(self._notes.tolist())
@@ -140,6 +137,23 @@ class ReaderPool:
             ". What it wrote stands above; one that was killed may have had too little memory, or too little shared memory (/dev/shm): "
             "set workers to 0 to read in the process of the rank"
         )
+
+
+@contextmanager
+def _handler_set_aside() -> Iterator[None]:
+    """Keep a handler of SIGCHLD from running: torch's own, which a DataLoader sets, raises wherever this rank is.
+
+    `ReaderPool.next` finds a dead process by itself.
+    """
+    handler = signal.getsignal(signal.SIGCHLD)
+    if handler is None or threading.current_thread() is not threading.main_thread():  # None: set by another library
+        yield
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
 
 
 def _at(sample: int) -> str:
