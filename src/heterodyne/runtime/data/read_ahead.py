@@ -36,7 +36,7 @@ __all__ = ["Failed", "Noted", "ReadAhead", "ReaderPool"]
 
 Span: TypeAlias = tuple[int, int]
 Slices: TypeAlias = list[Mapping[str, Tensor]]
-_SETTLE_S = 1.0  # how long after its last words the end of a process may be seen
+_SETTLE_S = 5.0  # how long after its last words the end of a process may be seen
 
 
 @dataclass(frozen=True)

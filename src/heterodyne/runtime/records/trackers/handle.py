@@ -18,7 +18,7 @@ __all__ = ["TrackerHandle"]
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from heterodyne.runtime.records.trackers.process import main; main()"
 _EVERY_S = 0.1  # the process is looked at so seldom where steps are short
 _PATIENCE_S = 60.0  # how long no record may be taken before people are told
-_KILLED_S = 1.0  # a process that waits for a disk which does not answer cannot be ended at all
+_KILLED_S = 10.0  # a process that waits for a disk which does not answer cannot be ended at all
 
 
 class TrackerHandle:
