@@ -6,9 +6,12 @@ bandwidth B between a site and the one that keeps the totals, an exchange takes
 
     T = 2 (N b / 8 / B + latency)          there and back, the others one after the other
 
-where connections stay open, as those of an all-reduce. Sites that send messages of 16 or 8 bits, or meet seldom, make a connection for
-each: TCP and the proof of the secret take three round trips R, and a message of S bytes begins with a window of W = 10 segments that
-doubles with each round trip, until it fills the link (slow start: Cardwell, Savage and Anderson, "Modeling TCP latency", INFOCOM 2000), so
+where connections stay open, as those of an all-reduce. One plan over all sites also agrees twice in each step, on what the loss is
+averaged over and, where a pipeline spans the sites, on the norm of the gradients: two messages one after the other, of a latency each,
+or of a round trip R between processors, where gloo announces what it sends. What a pipeline sends in a step, S bytes, begins with a
+window of W = 10 segments that doubles with each round trip, until it fills the link, since its connections have rested since the last
+step (slow start: RFC 5681, 4.1; Cardwell, Savage and Anderson, "Modeling TCP latency", INFOCOM 2000). Sites that send messages of 16 or
+8 bits, or meet seldom, make a connection for each message: it begins so too, and TCP and the proof of the secret take three round trips:
 
     T = 2 (S / B + latency + R log2(min(S, B R) / W)) + 3 R
 
@@ -138,21 +141,26 @@ def _one_plan(
                 continue
             if name not in found or candidate.predicted.step_s < found[name].predicted.step_s:
                 found[name] = candidate
-    ways = [
-        Way(
-            name=name,
-            exact=True,
-            step_s=own.predicted.step_s,
-            bytes_per_step=_bytes_between(planner, sites, own),
-            usd=own.predicted.usd,
-            shares={},
-        )
-        for name, own in found.items()
-    ]
+    ways = [_as_way(planner, sites, name, own) for name, own in found.items()]
     if _OVER_LINK in found:
         return ways
     note = why or "none of the plans that were tried is one"
     return [*ways, Way(name=_OVER_LINK, exact=True, step_s=inf, shares={}, note=note)]
+
+
+def _as_way(planner: FleetPlanner, sites: Mapping[str, Sequence[Pool]], name: str, found: Candidate) -> Way:
+    """One plan as a way, with the round trips between its sites that its prediction does not count."""
+    used = [pools for pools in sites.values() if any(pool.name in found.plan.devices for pool in pools)]
+    wires = [wire for a, b in combinations(used, 2) if (wire := _slowest(planner.fleet, a, b)) is not None]
+    crossing = _bytes_between(planner, sites, found)
+    agreements = 2 if name.endswith(_OVER_LINK) else 1
+    waits_s = max(
+        (agreements * _agreement_s(planner.fleet, wire) + _slow_start_s(wire, crossing / 2) for wire in wires),
+        default=0.0,
+    )
+    predicted = found.predicted
+    usd = None if predicted.usd is None else predicted.usd + (predicted.usd_per_hour or 0.0) * waits_s / 3600
+    return Way(name=name, exact=True, step_s=predicted.step_s + waits_s, bytes_per_step=crossing, usd=usd, shares={})
 
 
 def _kind(found: Candidate, sites: Mapping[str, Sequence[Pool]]) -> str:
@@ -183,7 +191,8 @@ def _by_site(
     step_s = max(own.predicted.step_s for own in found.values())
 
     def exchange_s(how: Outer) -> float:
-        return _exchange_s(planner, sites, how.bits, open_=(how.every, how.bits) == (1, _BITS[0]))
+        together = (how.every, how.bits) == (1, _BITS[0])  # one plan, whose connections are open
+        return _exchange_s(planner, sites, how.bits, together=together)
 
     size = _parameters(planner) / 8  # in bytes, for each bit of a number
     keeper, *others = sites
@@ -247,23 +256,33 @@ def _alone(planner: FleetPlanner, space: Space, pools: Sequence[Pool], samples: 
     return replace(planner, global_batch=samples).plan(space=replace(space, pools=names), watch=watch).best
 
 
-def _exchange_s(planner: FleetPlanner, sites: Mapping[str, Sequence[Pool]], bits: int, *, open_: bool) -> float:
+def _exchange_s(planner: FleetPlanner, sites: Mapping[str, Sequence[Pool]], bits: int, *, together: bool) -> float:
     """Seconds until every site has what came of all parameters: sent to the first site, and back. Its link is shared by the others.
 
-    ``open_``: over connections that are open, else over a new one each.
+    ``together``: in a step of all sites, over connections that are open; else over a new one each.
     """
     keeper, *others = sites
     wires = [_link(planner.fleet, sites[keeper], sites[name], (keeper, name)) for name in others]
     size = _parameters(planner) * bits / 8
     carried_s = sum(size / wire.bandwidth_bytes_per_s for wire in wires)
-    return 2 * carried_s + max(2 * wire.latency_s + (0.0 if open_ else _of_connection_s(wire, size)) for wire in wires)
+    return 2 * carried_s + max(
+        2 * wire.latency_s
+        + (_agreement_s(planner.fleet, wire) if together else 6 * wire.latency_s + 2 * _slow_start_s(wire, size))
+        for wire in wires
+    )
 
 
-def _of_connection_s(wire: Wire, size: float) -> float:
-    """Seconds in which a new connection is made, and in which a message there and one back fill less than the link."""
+def _agreement_s(fleet: Fleet, wire: Wire) -> float:
+    """Seconds in which all devices agree on a number over a link: two messages, which processors announce."""
+    announced = any(pool.backend == "cpu" for pool in fleet.pools)
+    return (4 if announced else 2) * wire.latency_s
+
+
+def _slow_start_s(wire: Wire, size: float) -> float:
+    """Seconds in which a message over a connection that is new, or has rested, fills less than the link."""
     round_trip_s = 2 * wire.latency_s
     window = min(size, wire.bandwidth_bytes_per_s * round_trip_s)
-    return 3 * round_trip_s + 2 * round_trip_s * log2(max(1.0, window / _FIRST_WINDOW))
+    return round_trip_s * log2(max(1.0, window / _FIRST_WINDOW))
 
 
 def _parameters(planner: FleetPlanner) -> float:
@@ -292,13 +311,18 @@ def _usd_per_byte(fleet: Fleet, one: Sequence[Pool], other: Sequence[Pool]) -> f
 
 def _link(fleet: Fleet, one: Sequence[Pool], other: Sequence[Pool], names: tuple[str, str]) -> Wire:
     """The slowest that joins them. Raises ClusterError if nothing says what does."""
-    found = [wire for a in one for b in other if (wire := fleet.wire(a, b)) is not None]
-    if not found:
+    found = _slowest(fleet, one, other)
+    if found is None:
         raise ClusterError(
             f"nothing says what joins the sites {names[0]} and {names[1]}; add to links: "
             f"{{between: [{names[0]}, {names[1]}], bandwidth: 1 Gb/s, latency: 40 ms}}"
         )
-    return min(found, key=lambda wire: wire.bandwidth_bytes_per_s)
+    return found
+
+
+def _slowest(fleet: Fleet, one: Sequence[Pool], other: Sequence[Pool]) -> Wire | None:
+    found = [wire for a in one for b in other if (wire := fleet.wire(a, b)) is not None]
+    return min(found, key=lambda wire: wire.bandwidth_bytes_per_s, default=None)
 
 
 def _site(sites: Mapping[str, Sequence[Pool]], pool: str) -> str:

@@ -92,6 +92,19 @@ def test_a_model_that_no_site_holds_is_cut_over_the_link() -> None:
     assert over.name == "a pipeline over the link"
     assert over.exact
     assert over.bytes_per_step > 0
+    doublings = math.log2(min(over.bytes_per_step / 2, 2 * SLOW.latency_s * SLOW.bandwidth_bytes_per_s) / 14_600)
+    two_agreements, slow_start = 2 * 2 * SLOW.latency_s, 2 * SLOW.latency_s * doublings
+    best = small.plan(space=SPACE).best.predicted
+    assert over.step_s == pytest.approx(best.step_s + two_agreements + slow_start)
+
+
+def test_processors_announce_what_they_agree_on() -> None:
+    gpus = planner()
+    pools = tuple(replace(pool, backend="cpu") for pool in gpus.fleet.pools)
+    cpus = replace(gpus, fleet=replace(gpus.fleet, pools=pools))
+    for way, agreements in (("32 bits", 1), ("16 bits", 0), ("here alone", 0)):
+        on_gpus, on_cpus = (found(way, ways_over_sites(of, SPACE, Outer())).step_s for of in (gpus, cpus))
+        assert on_cpus - on_gpus == pytest.approx(agreements * 2 * SLOW.latency_s)
 
 
 def test_what_a_file_must_say() -> None:
