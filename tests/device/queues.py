@@ -19,7 +19,7 @@ from device.deadlock import Head, HostWait, State, cycle
 __all__ = ["CommunicatorQueue", "DeadlockError", "DeviceQueues", "Operation", "StreamWork"]
 
 _LOOK_S = 0.2  # how long a host waits before it looks for a deadlock, and between looks
-_PATIENCE_S = 45.0  # nothing in the tests takes this long
+_PATIENCE_S = 180.0  # nothing in the tests takes this long
 
 
 class DeadlockError(RuntimeError):

@@ -31,7 +31,7 @@ from heterodyne.runtime.rendezvous.environment import SECRET_VARIABLE, WorkerEnv
 from multiprocess.pool import PRELOADED
 
 SECRET = "what the workers of a crowd know"
-PATIENCE_S = 120.0  # a test that hangs, not one that is slow
+PATIENCE_S = 300.0  # a test that hangs, not one that is slow
 
 Job = Callable[..., None]
 

@@ -21,7 +21,7 @@ from heterodyne.errors import WorkerError
 from heterodyne.processes import GAVE_UP_ON_A_PEER, WorkerSpec, launch_workers, worker_exit_status
 from heterodyne.processes.port import reserve_port
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 LAUNCHER = """
 import sys

@@ -17,7 +17,7 @@ from multiprocess.cli_job import CLUSTER, Place, make_place
 SETS = ("--set", "parallelism.measure_s=1", "--set", "parallelism.check_s=0")
 STUDY = ("study", "job.yaml", "--run", "--devices", "1,2", "--steps", "4", *SETS)
 EMULATED = ("--cluster", "two.yaml", "--speeds", "0.5,0.5")
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 
 @pytest.fixture(scope="module")

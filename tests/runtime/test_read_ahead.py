@@ -242,11 +242,11 @@ def test_no_process_outlives_a_rank_that_ends() -> None:
 def test_no_process_outlives_a_rank_that_is_killed() -> None:
     ours, theirs = multiprocessing.Pipe()
 
-    def run() -> None:
-        rank_with_readers(theirs.send)
-        signal.pause()
+    def told(readers: Iterable[int]) -> None:
+        theirs.send(readers)
+        signal.pause()  # while the source is there, whose end would be theirs
 
-    rank = multiprocessing.get_context("fork").Process(target=run)
+    rank = multiprocessing.get_context("fork").Process(target=rank_with_readers, args=(told,))
     rank.start()
     assert rank.pid is not None
     try:
