@@ -42,12 +42,13 @@ SAMPLES, STEPS = 6, 3
 
 
 class Labelled(nn.Module):
-    """A buffer that is not in the state dict, and one that is."""
+    """A buffer that is not in the state dict, and one that is; a layer under two names."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        self.last = self.layers[3]
         self.head = nn.Linear(8, 4, bias=False)
         self.register_buffer("scale", torch.tensor([2.0]), persistent=False)
         self.register_buffer("shift", torch.tensor([0.5]))
@@ -169,6 +170,29 @@ def hooked(world: World, found: ModelGraph, plan: Plan) -> str:
 def test_a_hook_on_a_gradient_is_refused_on_the_ranks_too_that_do_not_hold_it(pool: Pool) -> None:
     for told in pool.run(3, hooked, graph(), plans()["1F1B"]):
         assert "head.weight' has a hook on its gradient" in told
+
+
+def goes_on_after_outputs(world: World, found: ModelGraph, plan: Plan) -> list[float]:
+    with start(world, Labelled(), plan, found) as trainer:
+        losses = [trainer.step(batch_of(SAMPLES)).loss]
+        trainer.predict(batch_of(5))
+        return [*losses, trainer.step(batch_of(SAMPLES)).loss]
+
+
+@pytest.mark.parametrize("plan", ["1F1B", "split"])
+def test_a_layer_under_two_names_has_its_weights_again_after_outputs(pool: Pool, plan: str) -> None:
+    model = Labelled()
+    optimizer = adamw(model.named_parameters())
+    expected = []
+    for _ in range(2):
+        points, labels = batch_of(SAMPLES)
+        loss = loss_of(model(points), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for losses in pool.run(3, goes_on_after_outputs, graph(), plans()[plan]):
+        assert losses == pytest.approx(expected, rel=1e-5)
 
 
 def resumed(world: World, found: ModelGraph, plan: Plan, folder: str) -> tuple[float, int]:

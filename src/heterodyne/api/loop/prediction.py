@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from heterodyne.api.loop.model_with_loss import ModelWithLoss, names_of
@@ -23,6 +22,7 @@ from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.evaluation import eval_mode, evaluation_parts
 from heterodyne.runtime.slices import BatchSource
 from heterodyne.runtime.stages.forward import autocast
+from heterodyne.runtime.weights.materialise import called_with
 from heterodyne.runtime.worker import Worker
 
 __all__ = ["BatchPredictor", "Metric", "OutputPart", "gathered_outputs", "gathered_rows"]
@@ -160,7 +160,7 @@ def _outputs(module: nn.Module, inputs: Mapping[str, Tensor], weights: Mapping[s
     if weights is None:
         outputs = model(*args, **kwargs)
     else:
-        outputs = functional_call(model, names_of(module).own_model(weights), args, kwargs)
+        outputs = called_with(model, names_of(module).own_model(weights), args, kwargs)
     return pytree.tree_map_only(Tensor, Tensor.detach, outputs) if torch.is_grad_enabled() else outputs
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 from torch.optim import Optimizer
 
 from heterodyne.api import Distributed, distribute
@@ -38,6 +37,7 @@ from heterodyne.integrations.lightning.training_step import (
 )
 from heterodyne.runtime.checkpoint.random_state import random_state, restore_random_state, unchanged_random_state
 from heterodyne.runtime.rendezvous.environment import WorkerEnvironment
+from heterodyne.runtime.weights.materialise import called_with
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
@@ -252,7 +252,7 @@ class PlanStrategy(Strategy):
         if self._weights is None:
             return super().validation_step(*args, **kwargs)
         with self.precision_plugin.val_step_context():
-            return functional_call(ValidationStep(self.lightning_module), dict(self._weights), args)
+            return called_with(ValidationStep(self.lightning_module), self._weights, args)
 
     # What is kept
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from itertools import chain
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from heterodyne.errors import WorkerError
 from heterodyne.plan.boxes import Box, numel
@@ -14,13 +16,32 @@ from heterodyne.runtime.comm.communicator import Communicator
 from heterodyne.runtime.weights.boxed import boxed
 from heterodyne.stored_weights import StoredWeights
 
-__all__ = ["exchanged", "fill_in", "place_weights", "replace_held", "stored_tensors"]
+__all__ = ["called_with", "exchanged", "fill_in", "place_weights", "replace_held", "stored_tensors"]
 
 
 def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every parameter and buffer once, also those that a state dict leaves out."""
     yield from module.named_parameters()
     yield from module.named_buffers()
+
+
+def called_with(
+    module: nn.Module, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Return what a module returns with other values of its parameters and buffers, by any of their names; it has its own again after it.
+
+    `torch.func.functional_call` puts a value into a module once for each name of the module, and then takes the first value for the one
+    to give back; so it is told one name of each.
+    """
+    named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    given = {id(own): weights[name] for name, own in named if name in weights}
+    placed = {
+        f"{path}.{name}" if path else name: given[id(own)]
+        for path, part in module.named_modules()
+        for name, own in chain(part._parameters.items(), part._buffers.items())
+        if id(own) in given
+    }
+    return functional_call(module, placed, args, dict(kwargs or {}), tie_weights=False)
 
 
 def place_weights(
