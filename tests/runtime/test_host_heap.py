@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import subprocess
 import sys
+import weakref
 
 import pytest
+
+from heterodyne.processes.heap import give_back_memory, only_new_garbage
 
 PROGRAM = """
 import resource, torch
@@ -40,3 +44,30 @@ def test_memory_that_was_freed_is_used_again() -> None:
     tenth = 10 * 20 * 256 // 10
     assert kept < tenth
     assert as_it_is > 9 * tenth
+
+
+class Circle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_garbage_is_looked_for_among_what_is_new() -> None:
+    gc.unfreeze()  # what stays of the tests before
+    old = Circle()
+    with only_new_garbage():
+        new = Circle()
+        old_one, new_one = weakref.ref(old), weakref.ref(new)
+        del old, new
+        give_back_memory()
+        assert new_one() is None
+        assert old_one() is not None
+    give_back_memory()
+    assert old_one() is None
+
+
+def test_what_a_program_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    with only_new_garbage():
+        pass
+    assert gc.get_freeze_count() == frozen

@@ -34,6 +34,7 @@ from heterodyne.plan.lower import lower
 from heterodyne.plan.order import is_asynchronous
 from heterodyne.plan.plan import Plan
 from heterodyne.plan.precision import Precisions, in_words, precision_of
+from heterodyne.processes.heap import only_new_garbage
 from heterodyne.runtime.worker import Worker
 from heterodyne.search.contenders import NEAR
 from heterodyne.search.planned import Planned, Rehearsed
@@ -44,6 +45,7 @@ _REHEARSALS = 2
 """The second one only if a plan that may be faster has come to fit since the first."""
 
 
+@only_new_garbage()
 def prepare(
     session: Session,
     captured: CapturedModel,

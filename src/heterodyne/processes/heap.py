@@ -6,10 +6,19 @@ import ctypes
 import gc
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-__all__ = ["forget_high_water_mark", "give_back_memory", "high_water_mark_bytes", "keep_freed_memory", "trim_heap"]
+__all__ = [
+    "forget_high_water_mark",
+    "give_back_memory",
+    "high_water_mark_bytes",
+    "keep_freed_memory",
+    "only_new_garbage",
+    "trim_heap",
+]
 
 _PROCESS = Path("/proc/self")
 _RESET_HIGH_WATER_MARK = "5"  # proc(5), clear_refs
@@ -20,6 +29,22 @@ def give_back_memory() -> None:
     """Give what was freed back to the system, where the C library can (glibc); else it stays in the heap of the process."""
     gc.collect()
     trim_heap()
+
+
+@contextmanager
+def only_new_garbage() -> Iterator[None]:
+    """While the block runs, garbage is looked for only among what it makes: torch and its compiler are a million objects, which stay.
+
+    Whatever the program has frozen by itself (`gc.freeze`) stays frozen.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def trim_heap() -> None:
