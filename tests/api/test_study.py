@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from heterodyne.api.paper_costs import captured
 from heterodyne.cli.app import run
 from heterodyne.errors import InfeasibleError
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.report.study import Study
+from heterodyne.report.study import Cell, Study
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = "model.arguments={vocabulary: 1000, length: 128, width: 256, layers: 2, heads: 4}"
@@ -46,6 +47,28 @@ def place(done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(api, "captured", lambda job, base: GRAPHS[0])
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_cells_that_another_command_writes_meanwhile_stay_and_are_not_done_again(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_cells = Study.load(place / "study.json")
+    replace(all_cells, cells=()).save(place / "study.json")
+    alone, two, *pipelines = all_cells.cells
+    asked = []
+
+    def cell(_: object, count: int, strategy: str) -> Cell:
+        if not asked:
+            replace(all_cells, cells=tuple(pipelines)).save(place / "study.json")
+        asked.append((count, strategy))
+        return alone if count == 1 else two
+
+    monkeypatch.setattr(api._Studied, "cell", cell)
+    assert studied(*TWO) == 0
+    assert asked == [(1, "data"), (2, "data")]
+    assert {(c.devices, c.strategy) for c in Study.load(place / "study.json").cells} == {
+        (c.devices, c.strategy) for c in all_cells.cells
+    }
 
 
 def test_the_example_is_studied_and_what_cannot_be_is_a_cell(done: Path) -> None:

@@ -35,6 +35,7 @@ from heterodyne.report.run import Candidate, candidates_from, load_run
 from heterodyne.report.study import Cell, Figures, Origin, Study
 from heterodyne.report.study_shown import study_picture, study_rows
 from heterodyne.run_directory import RunDirectory
+from heterodyne.runtime.records.run_lock import occupied
 from heterodyne.search.explain import result_of
 from heterodyne.text_files import read_text, write_text
 from heterodyne.units import counted, format_seconds
@@ -79,12 +80,11 @@ def study_job(job: Job, file: Path, wishes: StudyWishes, say: Callable[[str], No
     studied = _Studied(job=job, file=file, wishes=wishes)
     studied.require_devices()
     study = studied.begun()
-    if wishes.out.exists():
-        study = study.going_on(Study.load(wishes.out), wishes.out)
     failed: list[str] = []
     try:
         for strategy in wishes.strategies:
             for count in wishes.counts:
+                study = studied.as_it_stands(study)  # another command may have written cells meanwhile
                 if study.done(count, strategy, studied.origin):
                     continue
                 say(f"{counted(count, 'device')}, {strategy} ...")
@@ -93,7 +93,7 @@ def study_job(job: Job, file: Path, wishes: StudyWishes, say: Callable[[str], No
                 except _FailedError as error:
                     failed.append(f"{counted(count, 'device')}, {strategy}: {error}")
                     continue
-                study = study.with_cell(cell)
+                study = studied.as_it_stands(study).with_cell(cell)
                 study.save(wishes.out)
                 say(f"{counted(count, 'device')}, {strategy}: {_told(cell)}")
     except _InterruptedError as end:
@@ -153,6 +153,11 @@ class _Studied:
             speeds=self.wishes.speeds,
         )
 
+    def as_it_stands(self, study: Study) -> Study:
+        """Return the study with the cells that its file has now. Raises FileError for a file of something else."""
+        out = self.wishes.out
+        return study.going_on(Study.load(out), out) if out.exists() else study
+
     def require_devices(self) -> None:
         """Raises ClusterError for more devices than there are, or than are searched one by one, and where nothing is known of them."""
         there, wanted = self._count, self.wishes.counts[-1]
@@ -205,9 +210,10 @@ class _Studied:
         """The cell from a run of its own, in processes of its own, which leave their plan, their report and their log."""
         runs = self.wishes.out.with_suffix(".runs")
         run, log = RunDirectory(runs / f"{cell.devices}-{cell.strategy}"), runs / f"{cell.devices}-{cell.strategy}.log"
-        shutil.rmtree(run.path, ignore_errors=True)  # of a study that was interrupted in it
         runs.mkdir(parents=True, exist_ok=True)
-        status, stopped = run_logged(self._command(cell, run), log)
+        with occupied(runs, option="--out"):
+            shutil.rmtree(run.path, ignore_errors=True)  # of a study that was interrupted in it
+            status, stopped = run_logged(self._command(cell, run), log)
         if stopped:
             raise _InterruptedError(status or STOPPED)
         if status in (TOLD, OUT_OF_MEMORY):

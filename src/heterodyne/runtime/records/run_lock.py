@@ -1,4 +1,4 @@
-"""One run at a time in a run directory."""
+"""One command at a time in a directory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _PAUSE_S = 0.2
 
 
 @contextmanager
-def occupied(path: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]:
-    """Hold a run directory. The hold ends with the process, however that ends, and leaves no file.
+def occupied(path: Path, *, option: str = "--run-dir", patience_s: float = _PATIENCE_S) -> Iterator[None]:
+    """Hold a directory of runs. The hold ends with the process, however that ends, and leaves no file. ``option``: that chooses another.
 
     Where the system or its file system knows no locks, nothing is held. Raises HeterodyneError if another process holds it.
     """
@@ -37,7 +37,7 @@ def occupied(path: Path, *, patience_s: float = _PATIENCE_S) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise HeterodyneError(
-                        f"another run is at work in {path}: wait until it ends, stop it, or choose another --run-dir"
+                        f"another run is at work in {path}: wait until it ends, stop it, or choose another {option}"
                     ) from None
                 time.sleep(_PAUSE_S)
                 continue
