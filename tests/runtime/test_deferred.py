@@ -25,7 +25,7 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """As the graph of a stage calls them."""
-        hidden = self.norm(products.linear(x, self.first.weight, self.first.bias))
+        hidden = self.norm(products.linear(x, self.first.weight, self.first.bias).relu_())
         hidden = products.linear(torch.tanh(products.linear(hidden, self.twice.weight)), self.twice.weight)
         flat = products.addmm(self.offset, hidden.reshape(-1, 8), self.transposed)
         return products.linear(flat, self.frozen.weight, self.frozen.bias).square().mean()

@@ -126,7 +126,9 @@ class _Linear(torch.autograd.Function):
         w, b = (weight, bias) if cast is None else (cast, cast_bias)
         ctx.save_for_backward(x, w)
         ctx.parameters, ctx.deferred, ctx.transposed = (weight, bias), deferred, transposed  # type: ignore[attr-defined]
-        return F.linear(x, w.t() if transposed else w, b)
+        y = F.linear(x, w.t() if transposed else w, b)
+        # With more than two dims it is a view of a matrix, which nothing could write into after an autograd function.
+        return torch.ops.aten._unsafe_view(y, y.shape)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
