@@ -80,7 +80,7 @@ def test_the_example_is_studied_and_what_cannot_be_is_a_cell(done: Path) -> None
         (1, "pipeline"),
         (2, "pipeline"),
     ]
-    assert "pipelines need two devices" in refused.refused
+    assert "needs two devices" in refused.refused
     assert refused.figures is None
     assert alone.predicted is not None
     assert two.predicted is not None
@@ -111,7 +111,7 @@ def test_the_same_command_does_what_is_left(
     assert studied(*TWO) == 0
     assert planned == []
     assert (place / "study.json").read_text() == whole
-    assert "pipelines need two devices" in capsys.readouterr().out, "the table is shown again"
+    assert "needs two devices" in capsys.readouterr().out, "the table is shown again"
 
     cut = Study.load(place / "study.json")
     api.replace(cut, cells=cut.cells[:1]).save(
@@ -215,3 +215,14 @@ def test_without_devices_or_under_a_launcher(
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert studied(*TWO) == 2
     assert "a study starts its own workers" in capsys.readouterr().err
+
+
+def test_cells_of_a_model_whose_code_has_changed_are_not_put_together(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = Study.load(place / "study.json")
+    before = tuple(replace(cell, model=cell.model and "as it was") for cell in study.cells)
+    replace(study, cells=before).save(place / "study.json")
+    assert studied("--devices", "3", "--plans", "data") == 2
+    assert "study.json: this study is of another model, whose code has been changed" in capsys.readouterr().err
+    assert Study.load(place / "study.json").cells == before

@@ -278,6 +278,7 @@ def asked_wrongly(world: World, graph: ModelGraph) -> list[str]:
         {"qkv": lambda output: output * (2 + world.rank)},
         {"qkv": lambda output: output if output.shape[0] <= 2 else output.roll(1, 0)},
         {"qkv": 3},
+        {"qkv": halved, "*qkv": halved},
     ]
     with trainer:
         for wrong in edits:
@@ -316,6 +317,7 @@ WRONG = (
     "the edit of 'qkv' is another on rank 1 than on rank 0",
     "the edit of 'qkv' makes something else of several samples together",
     "the edit of 'qkv' is 3: give a function",
+    "'qkv' and '[*]qkv' both edit 'qkv': give each module one function",
     "is called 'quv'",
     "rank 1 gives another batch than rank 0",
     "is closed",

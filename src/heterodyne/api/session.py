@@ -283,7 +283,11 @@ def _as_described(described: Cluster, found: Cluster, path: Path) -> Cluster:
     if wrong:
         raise ClusterError(
             "\n  ".join(
-                ["the workers are not its devices:", *wrong, "to plan for devices that are not here, add --on-paper"]
+                [
+                    "the workers are not its devices:",
+                    *wrong,
+                    "to plan for devices that are not here: heterodyne plan JOB --on-paper",
+                ]
             ),
             path=str(path),
         )

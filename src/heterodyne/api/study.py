@@ -93,7 +93,9 @@ def study_job(job: Job, file: Path, wishes: StudyWishes, say: Callable[[str], No
                 except _FailedError as error:
                     failed.append(f"{counted(count, 'device')}, {strategy}: {error}")
                     continue
-                study = studied.as_it_stands(study).with_cell(cell)
+                study = studied.as_it_stands(study)
+                study.require_same_model(cell, wishes.out)
+                study = study.with_cell(cell)
                 study.save(wishes.out)
                 say(f"{counted(count, 'device')}, {strategy}: {_told(cell)}")
     except _InterruptedError as end:
@@ -280,6 +282,7 @@ class _Studied:
         return replace(
             cell,
             plan=next((c.name for c in candidates if c.chosen), ""),
+            model=plan.model,
             bound_samples_per_s=plan.predicted.bound_samples_per_s,
             alone_samples_per_s=max(alone, default=None),
             usd_per_hour=_sum(prices),

@@ -46,7 +46,7 @@ class Cell:
     """So many devices under one strategy.
 
     Args:
-        plan: what the planner calls the plan that it chose.
+        plan: what the planner calls the plan that it chose. ``model``: the fingerprint of the model that it is for.
         bound_samples_per_s: what all devices reach together, at their best and each for itself, without communicating.
         alone_samples_per_s: what the fastest device is predicted to reach by itself; None where the model fits on none, or it is not known.
         usd_per_hour, watts: of the devices that take part; None where those of any are not known.
@@ -60,6 +60,7 @@ class Cell:
     strategy: Strategy
     origin: Origin
     plan: str = ""
+    model: str = ""
     predicted: Figures | None = None
     measured: Figures | None = None
     bound_samples_per_s: Positive | None = None
@@ -182,6 +183,15 @@ class Study:
         """Return whether the cell is known from such a source, or from one that knows more."""
         cell = self._cell(devices, strategy)
         return cell is not None and _KNOWS[cell.origin] >= _KNOWS[origin]
+
+    def require_same_model(self, cell: Cell, path: Path) -> None:
+        """Raises FileError for a cell of a model that is not that of the other cells."""
+        if cell.model and any(own.model not in ("", cell.model) for own in self.cells):
+            raise FileError(
+                "this study is of another model, whose code has been changed since: name another file with --out, or remove this one "
+                "to begin again",
+                path=str(path),
+            )
 
     def with_cell(self, cell: Cell) -> Study:
         others = [own for own in self.cells if (own.devices, own.strategy) != (cell.devices, cell.strategy)]

@@ -154,7 +154,7 @@ def _chosen(candidates: Sequence[Candidate], strategy: Strategy, fits: Sequence[
         f"no plan with strategy {strategy!r}: "
         + (
             "; ".join(f"{name}: {why}" for why, name in reversed(first_of.items()))
-            or "pipelines need two devices and two ops at least"
+            or "more than one stage or part needs two devices and two ops at least"
         )
     )
 

@@ -273,13 +273,20 @@ class Inside:
         return {path: by_key[self._key(path)] for path in paths}
 
     def _functions(self, functions: Mapping[str, Edit]) -> dict[str, Edit]:
-        """Return the functions by path. Raises HeterodyneError for what cannot be called."""
+        """Return the functions by path. Raises HeterodyneError for what cannot be called, and for two of one module."""
+        found: dict[str, str] = {}
         for name, function in functions.items():
             if not callable(function):
                 raise HeterodyneError(
                     f"the edit of {name!r} is {function!r}: give a function of what the module returns, or a module"
                 )
-        return {path: function for name, function in functions.items() for path in self.matching([name]).values()}
+            for path in self.matching([name]).values():
+                if (other := found.setdefault(path, name)) != name:
+                    raise HeterodyneError(
+                        f"{other!r} and {name!r} both edit {path!r}: give each module one function; an edit in a block inside of this one "
+                        "is called after it"
+                    )
+        return {path: functions[name] for path, name in found.items()}
 
     def _require_shown(self, name: str, patterns: Sequence[str]) -> None:
         """Raises PlanError for a module whose output nothing computes, and which was asked for by its name."""
