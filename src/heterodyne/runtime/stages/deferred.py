@@ -128,7 +128,8 @@ class _Linear(torch.autograd.Function):
         ctx.parameters, ctx.deferred, ctx.transposed = (weight, bias), deferred, transposed  # type: ignore[attr-defined]
         y = F.linear(x, w.t() if transposed else w, b)
         # With more than two dims it is a view of a matrix, which nothing could write into after an autograd function.
-        return torch.ops.aten._unsafe_view(y, y.shape)
+        own: Tensor = torch.ops.aten._unsafe_view(y, y.shape)
+        return own
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
