@@ -160,7 +160,7 @@ class Study:
         try:
             write_text(path, readable_json(json.loads(json.dumps(asdict(self), allow_nan=False))) + "\n")
         except OSError as error:
-            raise HeterodyneError(f"{path} cannot be written ({error.strerror}): make room, and start again") from error
+            raise HeterodyneError(f"{path} cannot be written ({error.strerror}): make room, or name another file with --out") from error
 
     def going_on(self, found: Study, path: Path) -> Study:
         """Return the study in a file, as far as it has come, if it is of the same job and devices as this one. Raises FileError."""
