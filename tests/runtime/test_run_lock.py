@@ -33,8 +33,8 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def test_a_second_run_is_refused_by_name(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     with (
-        pytest.raises(HeterodyneError, match=f"another run is at work in {tmp_path}"),
-        occupied(tmp_path, patience_s=0),
+        pytest.raises(HeterodyneError, match=f"another run is at work in {tmp_path}: .* choose another --out"),
+        occupied(tmp_path, option="--out", patience_s=0),
     ):
         pytest.fail("both hold it")
 

@@ -24,6 +24,7 @@ Origin = Literal["datasheets", "profile", "run"]
 """What a cell comes from; each knows more than those before it."""
 Seen = Literal["predicted", "measured"]
 KINDS: tuple[Seen, ...] = ("predicted", "measured")
+_INSTEAD = "name another file with --out, or remove this one to begin again"
 _KNOWS = {"datasheets": 0, "profile": 1, "run": 2}
 
 
@@ -134,7 +135,7 @@ class Study:
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise FileError(
-                f"cannot be gone on with ({why}): name another file with --out, or remove this one to begin again",
+                f"cannot be gone on with ({why}): {_INSTEAD}",
                 path=str(path),
             ) from error
 
@@ -160,7 +161,9 @@ class Study:
         try:
             write_text(path, readable_json(json.loads(json.dumps(asdict(self), allow_nan=False))) + "\n")
         except OSError as error:
-            raise HeterodyneError(f"{path} cannot be written ({error.strerror}): make room, or name another file with --out") from error
+            raise HeterodyneError(
+                f"{path} cannot be written ({error.strerror}): make room, or name another file with --out"
+            ) from error
 
     def going_on(self, found: Study, path: Path) -> Study:
         """Return the study in a file, as far as it has come, if it is of the same job and devices as this one. Raises FileError."""
@@ -172,7 +175,7 @@ class Study:
         ):
             if there and there != here:
                 raise FileError(
-                    f"this study is of another {what}: name another file with --out, or remove this one to begin again",
+                    f"this study is of another {what}: {_INSTEAD}",
                     path=str(path),
                 )
         return replace(
@@ -188,8 +191,7 @@ class Study:
         """Raises FileError for a cell of a model that is not that of the other cells."""
         if cell.model and any(own.model not in ("", cell.model) for own in self.cells):
             raise FileError(
-                "this study is of another model, whose code has been changed since: name another file with --out, or remove this one "
-                "to begin again",
+                f"this study is of another model, whose code has been changed since: {_INSTEAD}",
                 path=str(path),
             )
 

@@ -133,9 +133,8 @@ class Trainer:
         self._engine.begin()
         try:
             with orderly_stop("the beginning of training", _FIRST_STEP_S, self._say_first) as stop:
-                if (
-                    began < self._engine.done == self._job.training.steps
-                ):  # the other sites have done all steps meanwhile
+                # True where the other sites have done all steps meanwhile.
+                if began < self._engine.done == self._job.training.steps:
                     self._validate()
                 interrupted = self._loop(stop)
                 stop.begin("the last checkpoint", _CHECKPOINT_S)

@@ -56,8 +56,8 @@ def require_apart(graph: ModelGraph, sync: SyncSection) -> None:
 
 
 def terms_of(job: Job, data: Mapping[str, str | int], shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Return by name what all sites must have alike: what decides the losses of a job, what identifies its ``data``, and the ``shapes`` of
-    the trained parameters.
+    """Return by field name the values that must be equal at all sites: what decides the losses of a job, what identifies its ``data``, and
+    the ``shapes`` of the trained parameters.
     """
     decisive, sync = job.decisive, job.training.sync
     assert sync is not None

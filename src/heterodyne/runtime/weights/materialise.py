@@ -28,10 +28,10 @@ def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def called_with(
     module: nn.Module, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """Return what a module returns with other values of its parameters and buffers, by any of their names; it has its own again after it.
+    """Call a module with other values in the place of its parameters and buffers, by any of their names; return its outputs.
 
-    `torch.func.functional_call` puts a value into a module once for each name of the module, and then takes the first value for the one
-    to give back; so it is told one name of each.
+    `torch.func.functional_call` swaps a value in once for each name. A module that is registered under two names is swapped twice, and
+    keeps the first replacement in the end; here each parameter of it is named once.
     """
     named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     given = {id(own): weights[name] for name, own in named if name in weights}

@@ -153,11 +153,9 @@ def _as_way(planner: FleetPlanner, sites: Mapping[str, Sequence[Pool]], name: st
     used = [pools for pools in sites.values() if any(pool.name in found.plan.devices for pool in pools)]
     wires = [wire for a, b in combinations(used, 2) if (wire := _slowest(planner.fleet, a, b)) is not None]
     crossing = _bytes_between(planner, sites, found)
-    agreements = 2 if name.endswith(_OVER_LINK) else 1
-    waits_s = max(
-        (agreements * _agreement_s(planner.fleet, wire) + _slow_start_s(wire, crossing / 2) for wire in wires),
-        default=0.0,
-    )
+    waits_s = max((_agreement_s(planner.fleet, wire) for wire in wires), default=0.0)
+    if name.endswith(_OVER_LINK):
+        waits_s = max(2 * _agreement_s(planner.fleet, wire) + _slow_start_s(wire, crossing / 2) for wire in wires)
     predicted = found.predicted
     usd = None if predicted.usd is None else predicted.usd + (predicted.usd_per_hour or 0.0) * waits_s / 3600
     return Way(name=name, exact=True, step_s=predicted.step_s + waits_s, bytes_per_step=crossing, usd=usd, shares={})
