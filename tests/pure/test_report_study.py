@@ -188,7 +188,7 @@ def test_a_damaged_study(tmp_path: Path) -> None:
         with pytest.raises(FileError, match=rf"cells\.0\.{key}"):
             Study.load(path)
     path.write_text(json.dumps(content)[:-20])
-    with pytest.raises(FileError, match="or remove this one to begin again"):
+    with pytest.raises(FileError, match="or move this one away to begin again"):
         Study.load(path)
 
 

@@ -24,7 +24,7 @@ Origin = Literal["datasheets", "profile", "run"]
 """What a cell comes from; each knows more than those before it."""
 Seen = Literal["predicted", "measured"]
 KINDS: tuple[Seen, ...] = ("predicted", "measured")
-_INSTEAD = "name another file with --out, or remove this one to begin again"
+_INSTEAD = "name another file with --out, or move this one away to begin again"
 _KNOWS = {"datasheets": 0, "profile": 1, "run": 2}
 
 
