@@ -54,6 +54,21 @@ def test_a_silent_worker_is_blamed_after_the_limit_and_not_before() -> None:
     assert "rank 2 on node2 (process 102) has given no sign of life for 11 s" in failure.text
 
 
+def test_what_a_silent_worker_did_last_is_not_taken_for_what_it_does() -> None:
+    """It may have come out of that collective since, and compute with the lock of Python: all waiting would be a deadlock."""
+    it = FailureDetector(rank=0, members=MEMBERS, limits=LIMITS, now=0.0, life=lambda _: "connected")
+    waits = heartbeat(1, "wait", state="0REDUCE_GRAD1")
+    it.observe(1, dict.fromkeys(range(3), waits))
+    for second in range(2, 60):
+        of_others = heartbeat(second, "wait", state="0REDUCE_GRAD3", age_s=second)
+        it.observe(second, {0: of_others, 1: waits, 2: of_others})
+        assert it.failure() is None
+    it.observe(60, dict.fromkeys(range(3), heartbeat(60, "wait", age_s=25.0)))
+    failure = it.failure()
+    assert failure is not None
+    assert "all wait for each other" in failure.text
+
+
 def test_silence_is_borne_longer_in_a_phase() -> None:
     it = detector()
     for second in range(1, 20):

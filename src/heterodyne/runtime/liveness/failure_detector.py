@@ -272,9 +272,9 @@ class FailureDetector:
 
     def _raised(self) -> Failure | None:
         """A worker whose script caught the error of a call, which it has not had in common with the others, and went on."""
+        heard = self._heard_lately()
         for rank, heartbeat in self._heartbeats.items():
             own = heartbeat.calls
-            since_s = heartbeat.call_age_s + self._silence_s[rank]
             if not own.raised or heartbeat.kind == "left":
                 continue
             for other, of_other in self._heartbeats.items():
@@ -282,7 +282,7 @@ class FailureDetector:
                 if other == rank or calls.raised >= own.raised or of_other.kind == "left":
                     continue
                 went_on = calls.number > own.raised or (calls.number == own.raised and not calls.inside)
-                age_s = min(since_s, of_other.call_age_s + self._silence_s[other])
+                age_s = min(heard[r].call_age_s if r in heard else 0.0 for r in (rank, other))
                 computes = of_other.kind == "work" and of_other.state != BETWEEN_STEPS  # and may come to that error yet
                 late_s = max(heartbeat.late_s, of_other.late_s)
                 limit_s = self._limits.stuck_s if computes else self._limits.patience_s(self._limits.raised_s, late_s)
@@ -325,18 +325,17 @@ class FailureDetector:
     def _stuck(self) -> Failure | None:
         """A worker that works longer than it may, while at least one other waits, and not only since just now: what a script does
         between two steps may take long, as long as it takes all workers alike."""
-        waits_s = {rank: b.age_s + self._silence_s[rank] for rank, b in self._heartbeats.items() if b.kind == "wait"}
-        for rank, heartbeat in self._heartbeats.items():
-            if self._silence_s[rank] > self._limits.longest_round_s:
-                continue  # which is what is wrong with it
-            age_s = heartbeat.age_s + self._silence_s[rank]
+        heard = self._heard_lately()
+        waits_s = {rank: heartbeat.age_s for rank, heartbeat in heard.items() if heartbeat.kind == "wait"}
+        for rank, heartbeat in heard.items():
+            age_s = heartbeat.age_s
             waited_s = max((s for other, s in waits_s.items() if other != rank), default=0.0)
             enough_s = min(heartbeat.limit_s, self._limits.stuck_s)
             if heartbeat.kind in {"work", "phase"} and age_s > heartbeat.limit_s and waited_s > enough_s:
                 took = f"for {age_s:.0f} s (it may take {heartbeat.limit_s:.0f} s)"
                 waiting = sorted(waits_s.keys() - {rank})
                 who = (
-                    f"while {_ranks(waiting)} for it in {self._heartbeats[max(waiting, key=waits_s.__getitem__)].state}"
+                    f"while {_ranks(waiting)} for it in {heard[max(waiting, key=waits_s.__getitem__)].state}"
                 )
                 if heartbeat.calls.number and not heartbeat.calls.inside:  # the user's own code, which may know better
                     where = f" in {heartbeat.state}" if heartbeat.kind == "phase" else ""
@@ -351,13 +350,24 @@ class FailureDetector:
         present = {rank: heartbeat for rank, heartbeat in self._heartbeats.items() if heartbeat.kind != "left"}
         if self._heard < len(self._members) or not present:
             return None
-        if not all(b.kind == "wait" and b.age_s + self._silence_s[r] > b.limit_s for r, b in present.items()):
+        heard = self._heard_lately()
+        if not all(rank in heard and _waits_too_long(heard[rank]) for rank in present):
             return None
         states = "; ".join(f"rank {rank} in {heartbeat.state}" for rank, heartbeat in present.items())
         left = sorted(set(self._heartbeats) - set(present))
         behind = left[0] if left else min(present, key=lambda rank: present[rank].count)
         what = "left while the others wait for it" if left else "is furthest behind, and all wait for each other"
         return self._blame(behind, f"{what} ({states}): the network is cut, or the workers do not do the same things")
+
+    def _heard_lately(self) -> dict[int, Heartbeat]:
+        """Return the newest heartbeats, with ages as of now. Those of silent workers are left out: what these say that they do may have ended
+        long ago, and `_silent` judges them.
+        """
+        return {
+            rank: replace(b, age_s=b.age_s + silence_s, call_age_s=b.call_age_s + silence_s)
+            for rank, b in self._heartbeats.items()
+            if (silence_s := self._silence_s[rank]) <= self._limits.longest_round_s
+        }
 
     def _blame(self, rank: int, happened: str) -> Failure:
         member = self._members[rank]
@@ -370,6 +380,10 @@ class FailureDetector:
 
 _REMEDY = "around long work of one rank, as an upload, put 'with trainer.phase(\"uploading\", limit_s=3600):', and the others wait for it"
 _SAME_CALLS = "they wait for each other in every call of a trainer, so all ranks make the same calls in the same order"
+
+
+def _waits_too_long(heartbeat: Heartbeat) -> bool:
+    return heartbeat.kind == "wait" and heartbeat.age_s > heartbeat.limit_s
 
 
 def _ranks(ranks: Sequence[int]) -> str:
