@@ -78,6 +78,7 @@ def main() -> int:
         batches(0),
         optimizer=optimizer,
         plan=hd.PlanOptions(micro_batch_sizes=(given.batch,), measure_s=given.measure),
+        total_steps=given.steps,
     ) as trainer:
         run(trainer, batches, given.steps, lambda: f"classes on rank 0: {trainer.module.head.weight.shape[0]}")
     return 0

@@ -44,6 +44,7 @@ def main() -> int:
         batches(0),
         optimizer=optimizer,
         plan=hd.PlanOptions(given.strategy, micro_batch_sizes=(1, 2, 4), measure_s=given.measure),
+        total_steps=given.steps,
     ) as trainer:
         run(trainer, batches, given.steps)
     return 0

@@ -55,6 +55,7 @@ def main() -> int:
         batches(0),
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-3),
         plan=hd.PlanOptions("pipeline", measure_s=given.measure),
+        total_steps=given.steps,
     ) as trainer:
         with trainer.edit({middle: steering}):
             for step in range(given.steps):

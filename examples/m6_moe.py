@@ -125,6 +125,7 @@ def main() -> int:
         batches(0),
         optimizer=optimizer,
         plan=hd.PlanOptions(micro_batch_sizes=(given.batch,), measure_s=given.measure),
+        total_steps=given.steps,
     ) as trainer:
         run(trainer, batches, given.steps, lambda: f"experts on rank 0: {trainer.module.layers[0].experts.up.shape[0]}")
     return 0

@@ -51,7 +51,9 @@ def main() -> int:
             asynchronous=asynchronous,
         )
         optimizer = functools.partial(torch.optim.AdamW, lr=1e-3)
-        with hd.distribute(LlamaForCausalLM(config), batches(0), optimizer=optimizer, plan=plan) as trainer:
+        with hd.distribute(
+            LlamaForCausalLM(config), batches(0), optimizer=optimizer, plan=plan, total_steps=given.steps
+        ) as trainer:
             if trainer.rank == 0:
                 print(trainer.explain())
             started_s = time.perf_counter()
