@@ -43,9 +43,10 @@ __all__ = ["CPU", "Pool", "RemoteError", "Shared", "World", "accelerator"]
 PRELOADED = (
     "torch.distributed",
     "torch.optim",
-    "torch._dynamo",
+    "torch.export._trace",
     "heterodyne.api.train",
     "heterodyne.cli.app",
+    "heterodyne.search.planner",
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
