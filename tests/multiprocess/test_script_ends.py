@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from multiprocess.crowd import Crowd, run_launched
+
 PATIENCE_S = 240.0  # a test that hangs, not one that is slow
 
 LAUNCHER = """
@@ -94,27 +96,41 @@ for attempt in range(2):
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[int, str, str]]]:
-    """Of each script the status, what rank 0 and the launcher say, and the log of rank 1; all at the same time: much of it is waiting."""
-    logs = {name: tmp_path_factory.mktemp(name) for name in SCRIPTS}
+    """Of the scripts that have no with the status, what rank 0 and the launcher say, and the log of rank 1. All at the same time, as much
+    of it is waiting, and in processes of their own: what is registered for the end of the interpreter is not called in forked ones.
+    """
+    logs = {name: tmp_path_factory.mktemp(name) for name in ("forgets", "raises")}
     started = {
         name: subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, str(logs[name]), BEGINNING + script],
+            [sys.executable, "-c", LAUNCHER, str(folder), BEGINNING + SCRIPTS[name]],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for name, script in SCRIPTS.items()
+        for name, folder in logs.items()
     }
     try:
         said = {name: process.communicate(timeout=PATIENCE_S)[0] for name, process in started.items()}
         yield {
-            name: (process.returncode, said[name], (Path(logs[name]) / "rank-1.log").read_text())
+            name: (process.returncode, said[name], (logs[name] / "rank-1.log").read_text())
             for name, process in started.items()
         }
     finally:
         for process in started.values():
             process.kill()
             process.wait()
+
+
+def on_two(folder: Path, name: str) -> tuple[list[int], list[str]]:
+    """The statuses of two ranks that run a script, and what they say."""
+    script = folder / "script.py"
+    script.write_text(BEGINNING + SCRIPTS[name])
+    with Crowd() as crowd:
+        cache = {"XDG_CACHE_HOME": str(folder)}
+        workers = [
+            crowd.start(run_launched, [str(script)], str(folder), cache, rank=rank, world_size=2) for rank in range(2)
+        ]
+        return [worker.wait() for worker in workers], [worker.output for worker in workers]
 
 
 def test_a_script_without_with_ends_in_peace(ended: dict[str, tuple[int, str, str]]) -> None:
@@ -134,30 +150,25 @@ def test_a_script_that_raises_without_with_ends_on_all_ranks_and_its_own_words_c
     assert re.findall(r"heterodyne: rank (\d) on \S+ \(pid", said) == ["1"], "and the launcher blames who raised, alone"
 
 
-def test_an_error_that_one_rank_alone_catches_ends_all(ended: dict[str, tuple[int, str, str]]) -> None:
-    status, said, log = ended["catches"]
-    assert status == 1, said + log
-    assert "the end" not in said + log
-    assert "RuntimeError: an error of rank 1" in log.partition("heterodyne: rank 1")[0], "the traceback comes first"
-    assert "has had an error that the others have not: validate() raised RuntimeError: an error of rank 1" in said
+def test_an_error_that_one_rank_alone_catches_ends_all(tmp_path: Path) -> None:
+    statuses, said = on_two(tmp_path, "catches")
+    assert 0 not in statuses, said
+    assert "the end" not in said[0] + said[1]
+    assert "RuntimeError: an error of rank 1" in said[1].partition("heterodyne: rank 1")[0], "the traceback comes first"
+    for told in said:
+        assert "has had an error that the others have not: validate() raised RuntimeError: an error of rank 1" in told
 
 
-def test_a_rank_that_goes_on_alone_after_an_error_ends_all_before_messages_mix(
-    ended: dict[str, tuple[int, str, str]],
-) -> None:
-    status, said, log = ended["goes on"]
-    assert status == 1, said + log
-    assert "preamble" not in said + log, "gloo took a message for another one"
-    assert "has had an error that the others have not: step() raised DataError: the batch has 3 samples" in said + log
+def test_a_rank_that_goes_on_alone_after_an_error_ends_all_before_messages_mix(tmp_path: Path) -> None:
+    statuses, said = on_two(tmp_path, "goes on")
+    assert 0 not in statuses, said
+    for told in said:
+        assert "preamble" not in told, "gloo took a message for another one"
+        assert "has had an error that the others have not: step() raised DataError: the batch has 3 samples" in told
 
 
-def test_ranks_that_all_catch_an_error_go_on(ended: dict[str, tuple[int, str, str]]) -> None:
-    status, said, log = ended["all catch"]
-    assert status == 0, said + log
-    assert "the end" in said
-
-
-def test_ranks_that_catch_an_error_of_a_trainer_meet_again_in_another(ended: dict[str, tuple[int, str, str]]) -> None:
-    status, said, log = ended["begins again"]
-    assert status == 0, said + log
-    assert "the end" in said + log
+@pytest.mark.parametrize("script", ["all catch", "begins again"])
+def test_ranks_that_all_catch_an_error_go_on_or_meet_again_in_another_trainer(tmp_path: Path, script: str) -> None:
+    statuses, said = on_two(tmp_path, script)
+    assert statuses == [0, 0], said
+    assert all("the end" in told for told in said)

@@ -57,6 +57,7 @@ class BatchWork:
         self._role, self._global_batch_size, self._loss_count = role, global_batch_size, loss_count
         self._buffers, self._section, self._total_steps, self._watch = buffers, section, total_steps, watch
         self._values = ValuesInRange(graph)
+        self._spans = {stage: role.spans(stage) for stage in role.stages}
 
     def prepare(self) -> None:
         """Make what runs inputs of the shapes that the model was captured with. Raises PlanError for a cut that would change the result."""
@@ -79,7 +80,8 @@ class BatchWork:
                 "pass global batches of that size (a DataLoader leaves out a shorter last one with drop_last=True), or plan again"
             )
         role = self._role
-        slices, own = part_statistics(self._loss_count, source, role.spans() if role.last else (), self._buffers)
+        ends = self._spans[role.stages[-1]] if role.last else ()
+        slices, own = part_statistics(self._loss_count, source, ends, self._buffers)
         # Where the devices of the last stage are sharded, all of them count the same samples.
         answers = role.answers
         return Step(
@@ -87,7 +89,7 @@ class BatchWork:
             source=source,
             parts=self.parts(source),
             sizes=role.micro_batches.sizes,
-            spans={stage: role.spans(stage) for stage in role.stages},
+            spans=self._spans,
             slices=slices,
             numbers=self.given(numbers),
             weights=Weights(self._loss_count, own, source.size, self._communicator.control, answers=answers),

@@ -49,8 +49,8 @@ def evaluate(
     first, sizes = (0, ()) if role.pipeline is None else evaluation_parts(placement, source.size)[role.pipeline]
     if loss_count.together:
         sizes = (sum(sizes),)
-    spans = role.spans_of(first, sizes) if role.last else ()
-    _, own = part_statistics(loss_count, source, spans, dict(module.named_buffers()))
+    ends = role.spans_of(first, sizes) if role.last else ()
+    _, own = part_statistics(loss_count, source, ends, dict(module.named_buffers()))
     weights = Weights(loss_count, own, source.size, control, answers=role.answers)
     losses: dict[int, float] = {}
     if role.pipeline is not None:
@@ -64,8 +64,9 @@ def evaluate(
             torch.set_grad_enabled(gradients),
             _gathered(sharded, several=several, alone=transfers is None) as gathered,
         ):
+            spans = {stage: role.spans_of(first, sizes, stage) for stage in role.stages}
             for stage, index in _order(role.stages, len(sizes), by_stage=several and transfers is None):
-                start, samples = role.spans_of(first, sizes, stage)[index]
+                start, samples = spans[stage][index]
                 with gathered(stage):
                     if not samples and not (loss_count.together and stage == role.stages[-1] and role.last):
                         continue

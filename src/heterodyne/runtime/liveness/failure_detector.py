@@ -360,8 +360,8 @@ class FailureDetector:
         return self._blame(behind, f"{what} ({states}): the network is cut, or the workers do not do the same things")
 
     def _heard_lately(self) -> dict[int, Heartbeat]:
-        """Return the newest heartbeats, with ages as of now. Those of silent workers are left out: what these say that they do may have ended
-        long ago, and `_silent` judges them.
+        """Return the newest heartbeats, with ages as of now. Those of silent workers are left out: what these say that they do may have
+        ended long ago, and `_silent` judges them.
         """
         return {
             rank: replace(b, age_s=b.age_s + silence_s, call_age_s=b.call_age_s + silence_s)
