@@ -334,9 +334,7 @@ class FailureDetector:
             if heartbeat.kind in {"work", "phase"} and age_s > heartbeat.limit_s and waited_s > enough_s:
                 took = f"for {age_s:.0f} s (it may take {heartbeat.limit_s:.0f} s)"
                 waiting = sorted(waits_s.keys() - {rank})
-                who = (
-                    f"while {_ranks(waiting)} for it in {heard[max(waiting, key=waits_s.__getitem__)].state}"
-                )
+                who = f"while {_ranks(waiting)} for it in {heard[max(waiting, key=waits_s.__getitem__)].state}"
                 if heartbeat.calls.number and not heartbeat.calls.inside:  # the user's own code, which may know better
                     where = f" in {heartbeat.state}" if heartbeat.kind == "phase" else ""
                     return self._blame(
