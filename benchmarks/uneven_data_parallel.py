@@ -98,6 +98,7 @@ def worker(options: argparse.Namespace, size: Size) -> None:
 
     import heterodyne as hd
     from heterodyne.job import OptimizerSection
+    from heterodyne.plan.micro_batches import MicroBatches
 
     sys.path.insert(0, str(ROOT / "examples"))
     from gpt import build
@@ -128,7 +129,10 @@ def worker(options: argparse.Namespace, size: Size) -> None:
         planned = made["planned"]
         if session.rank == 0:
             print(planned.explain(), flush=True)
-        micro_batches = planned.plan.pipelines[session.rank].micro_batches  # all devices have a share here
+        of_device = {p.stages[0].devices[0]: p.micro_batches for p in planned.plan.pipelines}
+        without = MicroBatches((size.batch // session.world_size,))  # what a device without a share computes alone
+        of_ranks = [of_device.get(device.id, without) for device in session.cluster.devices]
+        micro_batches = of_ranks[session.rank]
         samples = micro_batches.samples
 
         def optimizer_of(module: torch.nn.Module) -> torch.optim.Optimizer:
@@ -163,8 +167,10 @@ def worker(options: argparse.Namespace, size: Size) -> None:
         found = in_rounds(
             {way: run[way] for way in options.ways}, session.communicator, rounds=size.rounds, steps=size.steps
         )
-        shares = [p.micro_batches.samples for p in planned.plan.pipelines]
-        ideal = [sum(n / s for n, s in zip(shares, own, strict=True)) for own in found.own.get("alone", [])]
+        ideal = [
+            sum(of.samples / seconds for of, seconds in zip(of_ranks, own, strict=True))
+            for own in found.own.get("alone", [])
+        ]
         if session.rank == 0:
             predicted = planned.plan.predicted
             assert predicted is not None
