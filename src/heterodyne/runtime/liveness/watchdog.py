@@ -115,7 +115,6 @@ class Watchdog:
         self._heard = 1
         self._left_first: int | None = None
         self._rounds = 0
-        self._told_s = 0.0  # when the latest began
         self._lateness = {"pulse": 0.0, "detector": 0.0}  # of late, what the machine has made of these threads
         self._looked_s = time.monotonic()  # when the detector was last given time
         self._asleep_s = 0.0  # the longest that this process has got no time at all, of late
@@ -183,7 +182,7 @@ class Watchdog:
 
     @contextmanager
     def calling(self, words: str) -> Iterator[None]:
-        """A call that every rank makes, in the same order; the others are sent its name and its number.
+        """A call that every rank makes, in the same order; the next sign of life has its name and its number.
 
         Raises WorkerError where the call before raised an error here, and not on every rank: the messages of this call would be taken for
         some of that one.
@@ -193,8 +192,6 @@ class Watchdog:
         self._raised = None
         self._calls = self._calls.begun(words)
         self._called_s = time.monotonic()
-        if self._called_s - self._told_s > self._limits.interval_s / 10:  # not with each step of milliseconds
-            self._news.set()
         try:
             yield
         except BaseException as error:
@@ -272,7 +269,7 @@ class Watchdog:
     def _run_pulse(self) -> None:
         try:
             while True:
-                self._told_s = began = time.monotonic()
+                began = time.monotonic()
                 self._round()
                 self._note_late("pulse", time.monotonic() - began)
                 if self._left.is_set() or self._published.is_set():
