@@ -8,7 +8,7 @@ them fits the memory, since that is nearest to one device that sees the whole ba
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from heterodyne.cluster.spec import Cluster
 from heterodyne.errors import InfeasibleError
@@ -114,14 +114,14 @@ class Proposer:
     def all(self) -> list[Proposal]:
         """Everything worth weighing, the most promising first."""
         count = len(self.runs)
-        who = f"all {count} devices" if count == len(self.cluster.devices) else f"the {count} devices that fit"
-        name = (
-            f"balanced over {who}"
-            if count > 1
-            else f"the only device{'' if len(self.cluster.devices) == 1 else ' that fits'}"
-        )
-        proposals = [self.balanced(name, "balanced", list(self.runs))]
-        return [*proposals, self.equal(), *self.fewer(), self.fastest()] if count > 1 else proposals
+        fit = count == len(self.cluster.devices)
+        if count == 1:
+            return [self.balanced(f"the only device{'' if fit else ' that fits'}", "balanced", list(self.runs))]
+        who = f"all {count} devices" if fit else f"the {count} devices that fit"
+        everyone = self.balanced(f"balanced over {who}", "balanced", list(self.runs))
+        if 0 < (used := len(everyone.micro_batches)) < count:
+            everyone = replace(everyone, name=f"balanced over {used} of {who.removeprefix('all ')}")
+        return [everyone, self.equal(), *self.fewer(), self.fastest()]
 
     def _table(self, device: str) -> list[float]:
         if device not in self._tables:

@@ -181,6 +181,7 @@ def test_sometimes_leaving_the_slowest_out_wins() -> None:
     assert len(planned.plan.pipelines) < 4
     assert "n0/cpu:3" in planned.plan.idle
     assert planned.chosen.left_out
+    assert slow_reduce(4, 0.0, (4.0, 4.0, 4.0, 0.001)).chosen.name == "balanced over 3 of 4 devices"
 
 
 def test_a_slow_link_can_cost_more_than_its_node_is_worth() -> None:
