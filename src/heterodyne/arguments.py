@@ -89,7 +89,7 @@ def _faults(function: Callable[..., Any], signature: inspect.Signature, name: st
 def _choices(function: Callable[..., Any], annotation: Any) -> tuple[str, ...]:
     """Return the choices of an annotation that is ``Literal[...]``, or the name of one."""
     if isinstance(annotation, str):
-        if written := re.fullmatch(r"Literal(\[[^\]]*\])", annotation):
+        if written := re.fullmatch(r"Literal(\[[^\]]*\])(?: \| None)?", annotation):
             return tuple(ast.literal_eval(written[1]))
         annotation = getattr(inspect.unwrap(function), "__globals__", {}).get(annotation)
     return get_args(annotation) if get_origin(annotation) is Literal else ()

@@ -107,6 +107,8 @@ def test_what_distribute_does_can_be_done_by_itself(tmp_path: Path) -> None:
 def test_a_plan_that_is_none_is_told(tmp_path: Path) -> None:
     with pytest.raises(HeterodyneError, match=r"neither auto, .*, fastest nor a file"):
         hd.distribute(Scaled(), batch_of(4), plan="quickest")
+    with pytest.raises(PlanError, match="async goes with strategy pipeline, not with data"):
+        hd.distribute(Scaled(), batch_of(4), plan=hd.PlanOptions("data", asynchronous="predicted"))
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(PlanError, match="plan version None"):
         hd.distribute(Scaled(), batch_of(4), plan=tmp_path / "plan.json")

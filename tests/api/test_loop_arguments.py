@@ -47,6 +47,7 @@ def test_an_argument_that_cannot_be_is_told(arguments: dict[str, Any], told: str
     [
         (lambda: hd.PlanOptions(3), "plan is 3; it is a strategy"),  # type: ignore[arg-type]
         (lambda: hd.PlanOptions(micro_batch_sizes=()), r"micro_batch_sizes is \(\)"),
+        (lambda: hd.PlanOptions(asynchronous="yes"), "asynchronous is 'yes', not one of predicted"),  # type: ignore[arg-type]
         (lambda: hd.PlanOptions(micro_batch_sizes=(1, 2.5)), "whole numbers from 1 on"),  # type: ignore[arg-type]
         (lambda: hd.LossOptions(only=("labels",)), "names what only a loss outside of the model reads: pass that too"),
         (lambda: hd.RunOptions("run", trackers=["wandbb"]), "wandbb: there is no such key; did you mean 'wandb'"),
@@ -55,7 +56,7 @@ def test_an_argument_that_cannot_be_is_told(arguments: dict[str, Any], told: str
         (lambda: hd.RunOptions(trackers="wandb"), "trackers is 'wandb'; it is a list of names"),
         (lambda: hd.RunOptions(weights_at_end="everywhere"), "weights_at_end is 'everywhere'"),  # type: ignore[arg-type]
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_an_option_that_cannot_be_is_told(make: Callable[[], object], told: str) -> None:
     with pytest.raises(HeterodyneError, match=told):

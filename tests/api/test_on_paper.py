@@ -317,6 +317,23 @@ def test_a_model_without_a_shape_is_captured(files: Path, capsys: pytest.Capture
     assert "The plan:" in capsys.readouterr().out
 
 
+def test_a_model_is_captured_with_the_samples_of_its_own_dataset(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (files / "model.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Points(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))\n"
+        "    def forward(self, x, y):\n        return nn.functional.mse_loss(self.layers(x), y)\n"
+        "def points():\n    return [{'x': torch.randn(8), 'y': torch.randn(1)} for _ in range(64)]\n"
+    )
+    (files / "job.yaml").write_text(
+        "model: {factory: 'model.py:Points'}\ndata: {dataset: 'model.py:points'}\ntraining: {global_batch_size: 32}\n"
+    )
+    assert planned() == 0
+    assert "The plan:" in capsys.readouterr().out
+
+
 def test_who_interrupts_a_search_gets_the_best_so_far(tmp_path: Path) -> None:
     examples = Path(__file__).parents[2] / "examples"
     at_once = (

@@ -134,6 +134,15 @@ def test_any_shares_are_exact_and_a_model_that_depends_on_the_rank_is_caught(
     assert "NOT exact" in said
 
 
+def test_steps_of_predicted_weights_are_verified_as_they_would_be_if_they_were_flushed(place: Place) -> None:
+    flags = ("parallelism.async=predicted", "parallelism.strategy=pipeline", "parallelism.micro_batch_sizes=[2]")
+    sets = [word for flag in (*flags, "training.clip_grad_norm=0") for word in ("--set", flag)]
+    status, said = place.run_on(2, "verify", "job.yaml", "--cluster", "two.yaml", "--batches", "1", *sets)
+    assert status == 0, said
+    assert "Async1F1B" in said
+    assert "exact: loss and all 5 gradients are within 1e-05 of one device" in said
+
+
 def test_a_plan_of_measured_devices_is_json_as_one_on_paper_is(
     place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,8 +65,8 @@ def test_gradients_at_predicted_weights_are_those_of_the_parameters() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (partial(torch.optim.SGD, lr=0.1), "SGD without momentum has no moments"),
-        (partial(torch.optim.Adagrad, lr=0.1), "Adagrad has no moments"),
+        (partial(torch.optim.SGD, lr=0.1), "weights are not predicted for SGD without momentum"),
+        (partial(torch.optim.Adagrad, lr=0.1), "weights are not predicted for Adagrad"),
     ],
 )
 def test_an_optimizer_without_moments_is_refused(make: Make, says: str) -> None:

@@ -304,6 +304,9 @@ def test_another_job_and_a_second_process_of_a_site_are_refused() -> None:
     group.join("a", "b")
     with pytest.raises(WorkerError, match=r"training.steps is 41 at site b, and 40 at site a"):
         group.speaker("b", {"training.steps": 41}).join(0, WEIGHTS)
+    assert any("site b is refused: training.steps is 41 at site b" in line for line in group.said), (
+        "site a says so, too"
+    )
     group.speaker("b").join(0, WEIGHTS)
     group.speakers["b"].begin(0, 0, WEIGHTS[0])
     with pytest.raises(WorkerError, match="another process has joined as site b"):

@@ -62,15 +62,26 @@ def settings_of(job: Job, session: Session) -> Settings:
     )
 
 
+def example_on_paper(job: Job, base: Path) -> Mapping[str, Tensor]:
+    """A few samples of the job without their values: those of its dataset, or tokens. Raises DataError or JobError."""
+    if job.data.dataset is None:
+        tokens = torch.zeros(_EXAMPLE_SAMPLES, job.data.sequence_length, dtype=torch.int64, device="meta")
+        return {"input_ids": tokens, "labels": tokens}
+    samples = _example(data_of(job, base, _cache(job, base), say=lambda _: None), 0)
+    return {name: tensor.to("meta") for name, tensor in samples.items()}
+
+
+def _cache(job: Job, base: Path) -> Path:
+    return default_folder(os.environ) / "tokens" if job.data.cache is None else base / job.data.cache
+
+
 def open_data(session: Session, job: Job, base: Path) -> DataSource:
     """The data of the job, on every rank. Raises DataError or JobError."""
-    cache = default_folder(os.environ) / "tokens" if job.data.cache is None else base / job.data.cache
-
     opened: list[DataSource] = []
 
     def read() -> DataSource:
         if not opened:
-            opened.append(data_of(job, base, cache, say=session.say))
+            opened.append(data_of(job, base, _cache(job, base), say=session.say))
         return opened[0]
 
     def read_early(ranks: set[int]) -> None:

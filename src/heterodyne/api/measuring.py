@@ -14,10 +14,11 @@ from heterodyne.api.compiled import compile_module
 from heterodyne.api.measured_draws import MeasuredDraws
 from heterodyne.api.session import Session
 from heterodyne.api.settings import Settings
+from heterodyne.api.stage_cutting import StageCutter
 from heterodyne.cluster.profile import WHOLE, Profile
 from heterodyne.cluster.spec import Cluster
 from heterodyne.doctor.faults import LinkFacts, slow_links
-from heterodyne.frontend import CapturedModel
+from heterodyne.frontend import Captured, CapturedModel
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.job import OptimizerSection
 from heterodyne.measure.block_run import BlockProgram
@@ -162,11 +163,13 @@ def lone_steps(
             torch.random.fork_rng(devices=[]),
             Communicator(rank=0, world_size=1, device=session.device) as alone,
         ):
+            module = whole.build(session.device)
             worker = Worker(
-                whole.build(session.device),
+                module,
                 lowered=lower(plan, graph, cluster, clip=False),
                 communicator=alone,
                 loss_count=captured.loss_count,
+                stage_programs=StageCutter(captured, module) if isinstance(captured, Captured) else None,
                 optimizer=optimizer,
                 total_steps=1,
                 clip_grad_norm=0.0,

@@ -14,7 +14,8 @@ from heterodyne.api.loop.model_with_loss import LossFunction
 from heterodyne.api.loop.weights_back import WeightsAtEnd
 from heterodyne.arguments import checked_options
 from heterodyne.cluster.profile import Profile
-from heterodyne.errors import HeterodyneError, JobError
+from heterodyne.documents import validate
+from heterodyne.errors import HeterodyneError, JobError, PlanError
 from heterodyne.frontend.opaque import CountGiven
 from heterodyne.job import OptimizerSection, ParallelismSection, Strategy
 from heterodyne.plan.plan import Plan
@@ -93,16 +94,17 @@ class PlanOptions:
             )
 
     def section(self, strategy: Strategy) -> ParallelismSection:
-        """Return the same as a job says it, for a strategy by name."""
+        """Return the same as a job says it, for a strategy by name. Raises PlanError for what does not go together."""
         sizes = self.micro_batch_sizes
-        return ParallelismSection(
-            strategy=strategy,
-            micro_batch_sizes="auto" if sizes == "auto" else tuple(sizes),
-            measure_s=self.measure_s,
-            rehearsal_s=self.rehearsal_s,
-            check_s=self.check_s,
-            asynchronous=self.asynchronous,
-        )
+        fields: dict[str, object] = {
+            "strategy": strategy,
+            "micro_batch_sizes": "auto" if sizes == "auto" else tuple(sizes),
+            "measure_s": self.measure_s,
+            "rehearsal_s": self.rehearsal_s,
+            "check_s": self.check_s,
+            "asynchronous": self.asynchronous,
+        }
+        return validate(ParallelismSection, fields, error=PlanError)
 
 
 @checked_options

@@ -108,15 +108,14 @@ def shape_of(section: ModelSection, base: Path) -> Mapping[str, Any] | None:
 
 def captured(job: Job, base: Path) -> ModelGraph:
     """The graph of the job's model, without weights. Raises JobError or CaptureError."""
-    import torch
-
+    from heterodyne.api.job_model import example_on_paper
     from heterodyne.frontend import capture
     from heterodyne.models import build
 
     model = build(job.model, base=base, device="meta")
-    tokens = torch.zeros(4, job.data.sequence_length, dtype=torch.int64, device="meta")
+    example = example_on_paper(job, base)
     try:
-        return capture(model, {"input_ids": tokens, "labels": tokens})
+        return capture(model, example)
     except NoGraphError as error:
         raise CaptureError(
             f"{error}\nOn paper the seconds of a model come from the ops of its graph. Plan on devices that are here, where the module is "
@@ -125,4 +124,4 @@ def captured(job: Job, base: Path) -> ModelGraph:
     except HeterodyneError:
         raise
     except TypeError as error:
-        raise JobError(f"the model of the job does not take 'input_ids' and 'labels': {error}") from error
+        raise JobError(f"the model of the job does not take {' and '.join(map(repr, example))}: {error}") from error

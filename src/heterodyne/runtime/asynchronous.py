@@ -134,8 +134,11 @@ class AsynchronousExecutor(Executor):
         for action in program.ranks[self._rank]:
             self._do(action, str(action), step)
 
-    def _do(self, action: Action, name: str, step: Step) -> None:  # noqa: ARG002  # an action may be of the one before
+    def _do(self, action: Action, name: str, step: Step) -> None:
         """One action, of the step that it belongs to; nothing if that is none."""
+        if self._program is self._flushed:
+            super()._do(action, name, step)
+            return
         behind = self._lags if action.index is None else action.index < 0
         own = self._before if behind else self._latest
         if own is None:
@@ -150,6 +153,9 @@ class AsynchronousExecutor(Executor):
         super()._do(replace(action, index=action.index % len(own.step.sizes)), name, own.step)
 
     def _pass(self, action: Action, name: str, step: Step, index: int) -> None:
+        if self._program is self._flushed:
+            super()._pass(action, name, step, index)
+            return
         own = self._latest if self._latest is not None and self._latest.step is step else self._before
         assert own is not None
         kind, number = action.kind, step.number

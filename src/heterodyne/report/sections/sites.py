@@ -22,6 +22,9 @@ def sites_facts(run: Run) -> tuple[str, ...]:
         f"inexact, as asked for: site {sync.site} takes over an outer average of {len(sync.shares)} sites every "
         f"{sync.every_of(sync.site)} steps"
     ]
+    if outer:
+        took_part = ", ".join(f"{name} in {_took_part(run, name)}" for name in sync.shares)
+        facts.append(f"took part in the outer steps: {took_part}")
     if len(outer) > 1:
         # The first line has what it took to begin, too.
         each = sum(line.bytes for line in outer[1:]) / len(outer[1:])
@@ -40,14 +43,18 @@ def sites_section(run: Run) -> dict[str, Any] | None:
     sync = run.job.training.sync if run.job is not None else None
     if not facts or sync is None:
         return None
-    outer, samples = run.metrics.outer, sum(sync.shares.values())
+    samples = sum(sync.shares.values())
     rows = [
         {
             "name": name,
             "share": f"{share} ({percent(share / samples)})",
             "every": str(sync.every_of(name)),
-            "took_part": f"{sum(name in line.sites for line in outer)} of {len(outer)}" if outer else DASH,
+            "took_part": _took_part(run, name) if run.metrics.outer else DASH,
         }
         for name, share in sync.shares.items()
     ]
     return {"facts": facts, "rows": rows, "bits": sync.bits, "fragments": sync.fragments}
+
+
+def _took_part(run: Run, site: str) -> str:
+    return f"{sum(site in line.sites for line in run.metrics.outer)} of {len(run.metrics.outer)}"

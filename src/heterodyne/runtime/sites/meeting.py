@@ -118,6 +118,7 @@ class Meeting:
         with self._changed:
             refused = self._refused(message.head)
             if refused is not None:
+                self._say(f"site {message.head['site']} is refused: {refused}")
                 return Message({"refused": refused})
             try:
                 return {"ask": self._ask, "join": self._join, "step": self._outer_step}[message.head["what"]](message)
@@ -328,4 +329,4 @@ class Meeting:
     def _say_absent(self, words: str) -> None:
         absent = [name for name, member in self._members.items() if not member.there]
         if absent:
-            self._say(f"{words} {', '.join(absent)}, which did not come within {self._sync.start_s:g} s")
+            self._say(f"{words} {', '.join(absent)}, which did not join within {self._sync.start_s:g} s")

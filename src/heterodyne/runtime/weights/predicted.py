@@ -28,8 +28,8 @@ def require_moments(optimizer: torch.optim.Optimizer) -> None:
         return
     lacks = "SGD without momentum" if kind is torch.optim.SGD else kind.__name__
     raise PlanError(
-        f"{lacks} has no moments by which weights could be predicted ('async: predicted'): take torch's AdamW, Adam or SGD with momentum, "
-        "or leave 'async' out"
+        f"weights are not predicted for {lacks} ('async: predicted'), but by the moments of torch's AdamW, Adam and SGD with momentum: "
+        "take one of these, or leave 'async' out"
     )
 
 
