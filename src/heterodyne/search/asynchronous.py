@@ -25,7 +25,9 @@ def asynchronous(
     """Yield candidates with predicted weights, one device a stage, each weighed by its period: with as many micro-batches in flight as 1F1B
     has, and with twice as many, behind which messages hide.
     """
-    cuts = FinerCuts(model=model)
+    cuts = FinerCuts(model=model, tied_together=True)
+    if len(cuts.points) < 3:  # nothing is left to cut, and what is refused then says why
+        cuts = FinerCuts(model=model)
     ranked = sorted((d.id for d in model.cluster.devices), key=lambda device: -model.compute[device].rate())
     counts = {len(ranked), len(ranked) - 1, len(ranked) // 2, min(2, len(ranked))} - {0, 1}
     for count in sorted(counts, reverse=True):

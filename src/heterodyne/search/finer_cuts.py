@@ -44,9 +44,10 @@ _ROUNDS = 4  # of cuts for memory: each knows what the one before lacked
 
 @dataclass(frozen=True, kw_only=True)
 class FinerCuts:
-    """Cuts of one model on the devices of one cluster."""
+    """Cuts of one model on the devices of one cluster. ``tied_together``: what reads one weight is in one stage."""
 
     model: CostModel
+    tied_together: bool = False
     _seconds: dict[tuple[str, Pass, int], Floats] = field(default_factory=dict, repr=False)
     _activations: dict[tuple[str, int], Floats] = field(default_factory=dict, repr=False)
 
@@ -55,7 +56,7 @@ class FinerCuts:
         """The borders of blocks, and points inside of them as far as there are not too many."""
         blocks = len(self.model.graph.blocks)
         inside = max(0, min(_MOST_INSIDE, (_MOST_POINTS - blocks) // max(1, blocks)))
-        return points_of(self.model.graph, inside=inside, most_crossing=MOST_CROSSING)
+        return points_of(self.model.graph, inside=inside, most_crossing=MOST_CROSSING, tied_together=self.tied_together)
 
     def shapes(self, pipeline: Pipeline, idle: Sequence[str] = ()) -> Iterator[Pipeline]:
         """The pipeline cut anew, with one stage on each rank and with two; none where there are too few points.
@@ -82,7 +83,7 @@ class FinerCuts:
 
     def even(self, line: Sequence[str], micro_batches: MicroBatches) -> Pipeline:
         """As many blocks for each device, whatever they cost; of more devices than there are blocks the first ones."""
-        positions = points_of(self.model.graph).positions
+        positions = points_of(self.model.graph, tied_together=self.tied_together).positions
         ranks = min(len(line), len(positions) - 1)
         at = [round(n * (len(positions) - 1) / ranks) for n in range(ranks + 1)]
         return made_of(micro_batches, line[:ranks], [positions[place] for place in at])

@@ -29,12 +29,14 @@ class Points:
         return len(self.positions)
 
 
-def points_of(graph: ModelGraph, *, inside: int = 0, most_crossing: float = MOST_CROSSING) -> Points:
+def points_of(
+    graph: ModelGraph, *, inside: int = 0, most_crossing: float = MOST_CROSSING, tied_together: bool = False
+) -> Points:
     """The borders of the blocks, and ``inside`` more positions in each block, spread over its operations. There may cross so many times
     what crosses at the lighter end of the block.
 
     A stage that sends nothing with a gradient would never learn, so only positions are taken that such a value crosses. A block is
-    cut where its alike ones are cut.
+    cut where its alike ones are cut. ``tied_together``: no weight is read on both sides of a position.
     """
     forth, back = _alive(graph)
     stop = len(graph.ops)
@@ -47,11 +49,23 @@ def points_of(graph: ModelGraph, *, inside: int = 0, most_crossing: float = MOST
     wanted |= {block.start + offset for block in graph.blocks for offset in kinds.get(block.kind, ())}
     last = stop - 1 if graph.together_from is None else graph.together_from
     inner = [position for position in sorted(wanted) if 0 < position <= last and back[position] != ZERO]
+    if tied_together:
+        tied = _reads(graph)
+        inner = [position for position in inner if not any(first < position <= last for first, last in tied)]
     positions = (0, *inner, stop)
     return Points(
         positions=positions,
         crossing=tuple(forth[position] for position in positions),
     )
+
+
+def _reads(graph: ModelGraph) -> list[tuple[int, int]]:
+    """For each weight the positions of the first and the last operation that reads it."""
+    found: dict[str, tuple[int, int]] = {}
+    for position, op in enumerate(graph.ops):
+        for name in op.parameters:
+            found[name] = found.get(name, (position, position))[0], position
+    return list(found.values())
 
 
 def _alive(graph: ModelGraph) -> tuple[list[Size], list[Size]]:

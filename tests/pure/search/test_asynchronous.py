@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from heterodyne.errors import InfeasibleError
@@ -49,6 +51,30 @@ def test_a_predicted_copy_of_the_weights_is_counted_on_all_stages_but_the_last()
         held = sum(p.bytes for p in MODEL.parameters if p.name in names)
         assert given[0].memory_bytes[device] >= given[1].memory_bytes[device] + held
     assert given[0].memory_bytes[last] <= given[1].memory_bytes[last] * 1.001 + 1
+
+
+def test_what_reads_one_weight_is_in_one_stage() -> None:
+    """The middle of the model, where an even cut would be, reads one weight before and behind it."""
+    middle = len(MODEL.ops) // 2
+    (name,) = MODEL.ops[middle].parameters[:1]
+    ops = list(MODEL.ops)
+    for place in (middle - 1, middle + 1):
+        ops[place] = replace(ops[place], parameters=(name, *ops[place].parameters[1:]))
+    read = {parameter for op in ops for parameter in op.parameters}
+    tied = replace(MODEL, ops=tuple(ops), parameters=tuple(p for p in MODEL.parameters if p.name in read))
+    devices = cluster(2)
+    found = plan(
+        tied,
+        devices,
+        profile(tied, devices, [linear(1.0), linear(1.0)]),
+        global_batch_size=12,
+        micro_batch_sizes=(1, 2),
+        strategy="pipeline",
+        able=Capabilities(tied, asynchronous=True),
+    ).plan
+    assert is_asynchronous(found)
+    (border,) = (stage.ops[0] for stage in found.pipelines[0].stages[1:])
+    assert not middle - 1 < border <= middle + 1
 
 
 def test_one_device_is_told_what_it_lacks() -> None:
