@@ -161,6 +161,11 @@ def _say(fault: Any, document: type[BaseModel]) -> str:
         return f"{place}: there is no such key{hint}"
     if fault["type"] == "missing":
         return f"{place}: is missing"
+    if fault["type"] in ("model_type", "dict_type"):
+        keys = ", ".join(_keys(document, fault["loc"]))
+        return f"{place}: takes a section, not a single value{f'; its keys can be: {keys}' if keys else ''}"
+    if fault["type"] == "too_short":
+        return f"{place}: takes at least {fault['ctx']['min_length']}, and has {fault['ctx']['actual_length']}"
     message = _shortened(str(fault["msg"]).removeprefix("Value error, "))
     return f"{place}: {message}" if place else message
 

@@ -135,3 +135,21 @@ def test_every_fragment_is_taken_once_a_period_and_after_the_last_step(
     of_sites = [sync.outer_steps(site, steps) for site in ("a", "b")]
     assert len({each.count for each in of_sites}) == 1, "outer steps have the same numbers at all sites"
     assert max(each.steps for each in of_sites) == steps
+
+
+@pytest.mark.parametrize(
+    ("sync", "says"),
+    [
+        ("outer", "training.sync: takes a section, not a single value; its keys can be: sites, shares, at"),
+        ("{sites: outer, shares: {}}", "training.sync.shares: takes at least 2, and has 0"),
+    ],
+)
+def test_what_is_no_section_is_told_its_keys(tmp_path: Path, sync: str, says: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        f"model: {{factory: m.py:build}}\ndata: {{text: t}}\ntraining: {{global_batch_size: 8, sync: {sync}}}\n"
+    )
+    with pytest.raises(JobError) as caught:
+        Job.load(path)
+    assert says in str(caught.value)
+    assert caught.value.line == 3
