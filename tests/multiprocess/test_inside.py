@@ -14,17 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import heterodyne as hd
-from heterodyne.api.session import Session
 from heterodyne.errors import HeterodyneError, PlanError
 from heterodyne.graph.ir import ModelGraph
 from heterodyne.model_output import loss_of
-from heterodyne.runtime.comm.agreement import Agreement
-from heterodyne.runtime.comm.communicator import Communicator
 from life.plans import RANKS, plan_for
 from life.script import SAMPLES
 from multiprocess.models import makers
 from multiprocess.pool import Pool, World
-from multiprocess.work import cluster_of
+from multiprocess.test_own_loop import session_of
 from pure.build import linear, profile
 
 FAMILIES = (
@@ -69,15 +66,8 @@ def started(
 def started_with(
     world: World, model: nn.Module, batch: dict[str, Tensor], kind: str, graph: ModelGraph, lr: float = 0.1
 ) -> hd.Distributed:
-    cluster, device = cluster_of(world.world_size), torch.device("cpu")
-    session = Session(
-        cluster=cluster,
-        device=device,
-        communicator=Communicator(rank=world.rank, world_size=world.world_size, device=device),
-        agreement=Agreement.of_all(),
-        watchdog=None,
-    )
-    known = profile(graph, cluster, [linear(1e-3)] * world.world_size, reduce=lambda _: 1e-6)
+    session = session_of(world)
+    known = profile(graph, session.cluster, [linear(1e-3)] * world.world_size, reduce=lambda _: 1e-6)
     return hd.distribute(
         model,
         batch,

@@ -12,12 +12,9 @@ from torch.nn import functional as F
 
 import heterodyne as hd
 from heterodyne.api import preparation, rehearsal
-from heterodyne.api.session import Session
 from heterodyne.graph.ir import ModelGraph
-from heterodyne.runtime.comm.agreement import Agreement
-from heterodyne.runtime.comm.communicator import Communicator
 from multiprocess.pool import Pool, World
-from multiprocess.work import cluster_of
+from multiprocess.test_own_loop import session_of
 from pure.build import linear, profile
 
 SAMPLES, STEPS = 8, 6
@@ -42,15 +39,8 @@ def made() -> tuple[Dropping, dict[str, Tensor]]:
 def trained(world: World, graph: ModelGraph, plan: str | Path, run: Path) -> tuple[list[float], dict[str, Tensor], str]:
     """Losses, weights, and what is said of the plan. Whatever the machine does, some plans are predicted to take about as long."""
     model, batch = made()
-    here, device = cluster_of(world.world_size), torch.device("cpu")
-    session = Session(
-        cluster=here,
-        device=device,
-        communicator=Communicator(rank=world.rank, world_size=world.world_size, device=device),
-        agreement=Agreement.of_all(),
-        watchdog=None,
-    )
-    known = profile(graph, here, [linear(1e-3)] * world.world_size, reduce=lambda _: 1e-6)
+    session = session_of(world)
+    known = profile(graph, session.cluster, [linear(1e-3)] * world.world_size, reduce=lambda _: 1e-6)
     options = hd.PlanOptions(plan, micro_batch_sizes=[1, 2], rehearsal_s=60.0, check_s=0)
     with (
         mock.patch.object(preparation, "measure_everywhere", return_value=known),

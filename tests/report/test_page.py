@@ -13,6 +13,7 @@ import pytest
 from heterodyne.errors import HeterodyneError
 from heterodyne.report.html import write_report
 from heterodyne.report.run import load_run
+from heterodyne.report.sections.sites import took_part
 from heterodyne.report.sections.timelines import lanes, lengths_in_words
 from heterodyne.report.step_times import median_step, typical
 from heterodyne.timeline import Event, Timeline
@@ -239,3 +240,4 @@ def test_a_run_with_other_sites_says_that_it_is_inexact_and_what_they_cost(tmp_p
         "1 of 2",
     ):
         assert told in " ".join(text.split()), told
+    assert took_part(read) == {"north": "2 of 2", "south": "1 of 2"}

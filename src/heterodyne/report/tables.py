@@ -11,7 +11,7 @@ from heterodyne.cluster.profile import WHOLE, Profile
 from heterodyne.report.compare import Claim, Comparison
 from heterodyne.report.rows import Column, Rows, columns
 from heterodyne.report.run import Run
-from heterodyne.report.sections.sites import sites_facts
+from heterodyne.report.sections.sites import sites_facts, took_part
 from heterodyne.report.step_times import EXPOSED, IDLE, by_rank, in_order
 from heterodyne.report.words import (
     DASH,
@@ -215,6 +215,7 @@ def summary_rows(run: Run, comparison: Comparison) -> Rows:
         ("prediction error", change(step.error)),
         ("speed-up over equal shares", f"{ratio(run.speed_up_over_equal)} predicted"),
         *(("sites", fact) for fact in sites_facts(run)),
+        *(("outer steps", f"site {name} took part in {count}") for name, count in took_part(run).items()),
     )
     return Rows(title=f"Run {run.name}", columns=columns("", ""), rows=tuple(facts), notes=run.missing)
 

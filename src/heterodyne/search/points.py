@@ -36,7 +36,7 @@ def points_of(
     what crosses at the lighter end of the block.
 
     A stage that sends nothing with a gradient would never learn, so only positions are taken that such a value crosses. A block is
-    cut where its alike ones are cut. ``tied_together``: no weight is read on both sides of a position.
+    cut where its alike ones are cut. ``tied_together``: only positions that no tied weight is read on both sides of.
     """
     forth, back = _alive(graph)
     stop = len(graph.ops)
@@ -51,7 +51,7 @@ def points_of(
     inner = [position for position in sorted(wanted) if 0 < position <= last and back[position] != ZERO]
     if tied_together:
         tied = _reads(graph)
-        inner = [position for position in inner if not any(first < position <= last for first, last in tied)]
+        inner = [position for position in inner if not any(first < position <= end for first, end in tied)]
     positions = (0, *inner, stop)
     return Points(
         positions=positions,

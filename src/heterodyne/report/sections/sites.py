@@ -7,7 +7,7 @@ from typing import Any
 from heterodyne.report.run import Run
 from heterodyne.report.words import DASH, byte_size, percent, seconds
 
-__all__ = ["sites_facts", "sites_section"]
+__all__ = ["sites_facts", "sites_section", "took_part"]
 
 _DAY_S = 86_400
 
@@ -22,9 +22,6 @@ def sites_facts(run: Run) -> tuple[str, ...]:
         f"inexact, as asked for: site {sync.site} takes over an outer average of {len(sync.shares)} sites every "
         f"{sync.every_of(sync.site)} steps"
     ]
-    if outer:
-        took_part = ", ".join(f"{name} in {_took_part(run, name)}" for name in sync.shares)
-        facts.append(f"took part in the outer steps: {took_part}")
     if len(outer) > 1:
         # The first line has what it took to begin, too.
         each = sum(line.bytes for line in outer[1:]) / len(outer[1:])
@@ -49,12 +46,15 @@ def sites_section(run: Run) -> dict[str, Any] | None:
             "name": name,
             "share": f"{share} ({percent(share / samples)})",
             "every": str(sync.every_of(name)),
-            "took_part": _took_part(run, name) if run.metrics.outer else DASH,
+            "took_part": took_part(run).get(name, DASH),
         }
         for name, share in sync.shares.items()
     ]
     return {"facts": facts, "rows": rows, "bits": sync.bits, "fragments": sync.fragments}
 
 
-def _took_part(run: Run, site: str) -> str:
-    return f"{sum(site in line.sites for line in run.metrics.outer)} of {len(run.metrics.outer)}"
+def took_part(run: Run) -> dict[str, str]:
+    """Return for each site in how many outer steps it took part, in words; empty before the first one, and for a run without sites."""
+    outer, sync = run.metrics.outer, run.job.training.sync if run.job is not None else None
+    names = sync.shares if outer and sync is not None else ()
+    return {name: f"{sum(name in line.sites for line in outer)} of {len(outer)}" for name in names}
